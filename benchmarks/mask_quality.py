@@ -63,7 +63,7 @@ def main() -> None:
 
 def shrink(options: argparse.Namespace, folder: Path) -> None:
     """Use a random model, a tokenizer and a text that take a minute on a CPU."""
-    from steelyard.core.recipe.model_section import LlamaConfig
+    from steelyard.core.recipe.families.llama import LlamaConfig
     from steelyard.text.tokenizer.train_tokenizer import train_byte_bpe
     from tests.checkpoint.models import Held
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from steelyard.checkpoint.formats import CheckpointSource
-    from steelyard.core.recipe.model_section import GptConfig, LlamaConfig
+    from steelyard.core.recipe.model_section import ModelConfig
     from steelyard.model import LanguageModel
     from steelyard.observe.rules import Verdict
     from steelyard.planning.candidates import SearchResult
@@ -56,7 +56,7 @@ class LoadedModel:
         self._tokenizer = tokenizer
 
     @property
-    def config(self) -> GptConfig | LlamaConfig:
+    def config(self) -> ModelConfig:
         """The model's dimensions: the `[model]` section of a recipe."""
         return self.source.config
 

@@ -276,6 +276,37 @@ def test_the_guide_to_conversion_works_as_written(place):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_guide_to_extension_works_as_written(place):
+    """A small model with an English vocabulary learns the Japanese text of the guide."""
+    sizes = {"layers": 2, "hidden": 48, "heads": 3, "kv_heads": 1, "head_dim": 16, "ffn": 64, "vocab": 600}
+    held = Held(load_recipe("smollm2-135m").model.model_copy(update=sizes), dtype=torch.bfloat16)
+    held.tokenizer = "path/to/llama-2-7b"
+    to_format(held, Path("models/SmolLM2-135M"), Target("hf"))
+    Path("japanese.txt").write_text((DOCS / "guide-extend.md").read_text().split("```text\n")[1].split("```")[0] * 20)
+    small = " ".join(f"model.{key}={value}" for key, value in sizes.items() if key != "vocab")
+    small += " train.global_batch=4 train.micro_batch=4 data.sequence_length=32 train.device=cpu eval.batches=1"
+    lines = commands("guide-extend.md")
+    assert len(lines) == 10
+    said = {}
+    for line in lines:
+        reported = line.replace("4000", "100").replace("53152", "700").replace("train.steps=2000", "train.steps=4")
+        reported += f" {small}" if " train " in reported else ""
+        reported += " --json" if "tokenizer info" in reported else ""
+        command = [sys.executable, "-m", "steelyard", *shlex.split(reported)[1:]]
+        done = preloaded.run(command, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, f"{reported}\n{done.stderr}"
+        said[line] = done.stdout
+    before, _, after = (said[line] for line in lines[:3])
+    assert json.loads(after)["tokens"] < 0.5 * json.loads(before)["tokens"]
+    assert json.loads(after)["decoded"] == "日本語の文章を読む"
+    assert "100 new pieces, 600 rows before, 700 now" in said[lines[3]]
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained("models/smollm2-ja-trained")
+    assert model.get_input_embeddings().weight.shape == (700, 48)
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_guide_to_sparsity_works_as_written(place):
     """Prune, learn, measure, go on with another text, measure, export, load in transformers: the shape of Llama 2."""

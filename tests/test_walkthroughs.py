@@ -263,6 +263,7 @@ def test_the_page_on_maskllm_works_as_written(environment, hub):
     assert torch.equal(weight[weight != 0], held.tensor("layers.1.mlp.down.weight")[weight != 0])
 
 
+@pytest.mark.slow
 def test_the_page_on_older_pythons_starts_the_new_python_in_the_old_image(environment):
     page = "from-older-python.md"
     Path("config/steelyard/sites.toml").write_text(block(page))
@@ -274,6 +275,7 @@ def test_the_page_on_older_pythons_starts_the_new_python_in_the_old_image(enviro
     assert "/data/me/steelyard-env/bin/python -P -m steelyard" in _without_pytorch(*words)
 
 
+@pytest.mark.slow
 def test_a_login_node_without_pytorch_can_plan_submit_and_watch(environment, monkeypatch, tmp_path):
     """With a Slurm that accepts every job and knows none."""
     page = "from-megatron-slurm.md"

@@ -35,8 +35,9 @@ from slices import Record, device, versions  # noqa: E402
 
 FILES = (
     "tests/sizes/test_activations.py", "tests/model/test_modules.py", "tests/model/test_kernels.py",
+    "tests/model/test_windowed_attention.py",
     "tests/training/test_kernels.py", "tests/sparsity/test_masked_kernels.py", "tests/sparsity/test_sparse_gemv.py",
-    "tests/parallel/test_activation_checkpoint.py",
+    "tests/sparsity/test_patterns.py", "tests/parallel/test_activation_checkpoint.py",
 )  # fmt: skip
 PACKAGES = ("torch", "triton", "transformers")
 LIMIT, COMPILED_LIMIT, FILE_LIMIT = 90, 240, 240  # seconds

@@ -34,7 +34,7 @@ from steelyard.parallel.world import LostPeer, World, detect
 TASKS = {
     "Data": {
         "data": ("data", "Download, convert and tokenize text."),
-        "tokenizer": ("tokenizer", "Train, inspect and export tokenizers."),
+        "tokenizer": ("tokenizer", "Train, extend, inspect and export tokenizers."),
     },
     "Train": {
         "quickstart": ("quickstart", "Train a small model on this machine in minutes."),
@@ -55,7 +55,7 @@ TASKS = {
         "generate": ("generate", "Generate text with a trained model."),
         "chat": ("chat", "Talk with a model on the terminal."),
         "bench": ("bench", "Benchmark a model on this machine."),
-        "checkpoint": ("checkpoint", "Convert, inspect, compare and verify checkpoints of any format."),
+        "checkpoint": ("checkpoint", "Convert, extend, inspect, compare and verify checkpoints of any format."),
         "hub": ("hub", "Upload models to the hub and download them."),
     },
     "Cluster": {

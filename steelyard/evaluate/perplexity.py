@@ -21,7 +21,6 @@ from steelyard.checkpoint.formats import CheckpointSource
 from steelyard.core import units
 from steelyard.core.console import console
 from steelyard.core.errors import UserError
-from steelyard.core.recipe.model_section import GptConfig
 from steelyard.evaluate import eval_tokens as streams
 from steelyard.evaluate.eval_tokens import TokenStream
 from steelyard.evaluate.load_model import context_of, loaded, mesh_for, tokenizer_for
@@ -155,7 +154,7 @@ def _length(request: PerplexityRequest, source: CheckpointSource) -> int:
     """The length of windows. Learned positions have a hard limit; others only degrade beyond it."""
     sees = context_of(source)
     length = request.length or min(LONGEST, sees)
-    if length > sees and isinstance(source.config, GptConfig):
+    if length > sees and source.config.blocks.positions is not None:
         raise UserError(
             f"windows of {length} tokens are longer than the model's {sees} positions", where="--sequence-length",
             hint=f"use {sees} or less",

@@ -25,7 +25,6 @@ from steelyard.checkpoint.formats.write import Target, convert
 from steelyard.core import files, sha256sums
 from steelyard.core.errors import UserError
 from steelyard.core.recipe.finetune_section import AdapterSection
-from steelyard.core.recipe.model_section import GptConfig
 from steelyard.core.safe_parse import read_json_object
 from steelyard.finetuning.lora import merged
 from steelyard.finetuning.lora_extension import STATE, AdaptedSource, saved_precision
@@ -73,7 +72,7 @@ def export(run: Path, out: Path) -> dict[str, Any]:
         "rank_pattern": other,
         "alpha_pattern": {target: adapter.alpha * rank / adapter.rank for target, rank in other.items()},
         "use_dora": adapter.kind == "dora",
-        "fan_in_fan_out": isinstance(shape, GptConfig),
+        "fan_in_fan_out": shape.hf_keys.transposed,
         "inference_mode": True,
     }
     if out.exists():

@@ -145,7 +145,7 @@ NOT_CARRIED: dict[str, str] = {
     "--wandb-entity": "set WANDB_ENTITY",
     "--pipeline-model-parallel-layout": "set the layers per stage in parallel.partition",
     "--pipeline-model-parallel-split-rank": "encoder-decoder models are not supported",
-    "--qk-layernorm": "this changes the model: query and key norms are not supported",
+    "--qk-layernorm": "this changes the model: the family qwen3 has norms of queries and keys",
     "--apply-layernorm-1p": "this changes the model: its norm weights are stored as differences from 1",
     "--layernorm-zero-centered-gamma": "this changes the model: its norm weights are stored as differences from 1",
     "--apply-residual-connection-post-layernorm": "this changes the model: residuals add to the input before the norm",

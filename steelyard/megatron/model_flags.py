@@ -160,7 +160,7 @@ def _attention(draft: Draft) -> None:
     given.carried.pop("--window-size", None)
     if window and max(window) >= length:
         given.leave("--window-size", "no effect: the window is not shorter than the sequence", matters=False)
-    given.leave("--window-size", "this changes the model: sliding-window attention is not supported")
+    given.leave("--window-size", "this changes the model: set model.window, counted with the token itself")
     factor = given.real("--rotary-seq-len-interpolation-factor", "model.rope_theta")
     given.carried.pop("--rotary-seq-len-interpolation-factor", None)
     if factor == 1:

@@ -31,35 +31,97 @@ class CuSeqlens(NamedTuple):
     """A power of two that no document exceeds: kernels launch work for this many tokens of every document."""
 
 
-def attend(query_BHLE: Tensor, key_BKLE: Tensor, value_BKLE: Tensor, mask: Tensor | CuSeqlens | None) -> Tensor:
+class Scoring(NamedTuple):
+    """How attention scores are computed, other than by a scaled causal product."""
+
+    window: int | None = None
+    """A token attends to itself and the window - 1 tokens before it."""
+    softcap: float | None = None
+    scale: float | None = None
+    """By default 1 / sqrt(head width)."""
+
+
+PLAIN = Scoring()
+
+
+def attend(
+    query_BHLE: Tensor,
+    key_BKLE: Tensor,
+    value_BKLE: Tensor,
+    mask: Tensor | CuSeqlens | None,
+    scoring: Scoring = PLAIN,
+) -> Tensor:
     """Scaled dot-product attention, causal if `mask` is None.
 
     If there are more keys than queries, the queries are the last tokens.
     """
-    if isinstance(mask, CuSeqlens):
-        return varlen_attention(query_BHLE, key_BKLE, value_BKLE, mask)
-    grouped = query_BHLE.shape[1] != key_BKLE.shape[1]
     length, seen = query_BHLE.shape[2], key_BKLE.shape[2]
+    if scoring.window is not None and scoring.window >= seen:
+        scoring = scoring._replace(window=None)
+    if query_BHLE.is_cuda and (scoring.window is not None or scoring.softcap is not None):
+        from steelyard.model import windowed_attention
+
+        return windowed_attention.attend(query_BHLE, key_BKLE, value_BKLE, mask, scoring)
+    if isinstance(mask, CuSeqlens):
+        return varlen_attention(query_BHLE, key_BKLE, value_BKLE, mask, scoring)
+    if scoring.window is not None:
+        near = near_mask(length, seen, scoring.window, query_BHLE.device)
+        mask = near if mask is None else mask & near
+    if scoring.softcap is not None:
+        return attend_capped(query_BHLE, key_BKLE, value_BKLE, mask, scoring)
+    grouped = query_BHLE.shape[1] != key_BKLE.shape[1]
     if mask is None and 1 < length < seen:
         mask = causal_lower_right(length, seen)
     is_causal = mask is None and length == seen
     return F.scaled_dot_product_attention(
-        query_BHLE, key_BKLE, value_BKLE, attn_mask=mask, is_causal=is_causal, enable_gqa=grouped
+        query_BHLE, key_BKLE, value_BKLE, mask, is_causal=is_causal, scale=scoring.scale, enable_gqa=grouped
     )
 
 
-def varlen_attention(query_BHLE: Tensor, key_BKLE: Tensor, value_BKLE: Tensor, cu_seqlens: CuSeqlens) -> Tensor:
+def near_mask(length: int, seen: int, window: int, device: torch.device) -> Tensor:
+    """True where one of the last `length` tokens attends to one of `seen` within a causal window."""
+    keys = torch.arange(seen, device=device)
+    queries = keys[seen - length :, None]
+    return (keys <= queries) & (keys > queries - window)
+
+
+def attend_capped(
+    query_BHLE: Tensor, key_BKLE: Tensor, value_BKLE: Tensor, mask: Tensor | None, scoring: Scoring
+) -> Tensor:
+    """Attention with soft caps, in plain torch: the specification of the GPU's."""
+    scores = _scores(query_BHLE, key_BKLE, mask, scoring)
+    groups = query_BHLE.shape[1] // key_BKLE.shape[1]
+    return scores.softmax(dim=-1).to(value_BKLE.dtype) @ value_BKLE.repeat_interleave(groups, dim=1)
+
+
+def _scores(query_BHLE: Tensor, key_BKLE: Tensor, mask: Tensor | None, scoring: Scoring) -> Tensor:
+    """Scores in fp32, -inf where a token does not attend; causal if `mask` is None."""
+    key_BHLE = key_BKLE.repeat_interleave(query_BHLE.shape[1] // key_BKLE.shape[1], dim=1)
+    scale = query_BHLE.shape[-1] ** -0.5 if scoring.scale is None else scoring.scale
+    scores = (query_BHLE @ key_BHLE.transpose(-1, -2)).float() * scale
+    if scoring.softcap is not None:
+        scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
+    if mask is None:
+        mask = near_mask(query_BHLE.shape[2], key_BKLE.shape[2], key_BKLE.shape[2], query_BHLE.device)
+    return scores.masked_fill(~mask, float("-inf"))
+
+
+def varlen_attention(
+    query_BHLE: Tensor, key_BKLE: Tensor, value_BKLE: Tensor, cu_seqlens: CuSeqlens, scoring: Scoring = PLAIN
+) -> Tensor:
     """Causal attention within documents. On a GPU it is flash attention, with one sequence per document."""
     rows, _, length, _ = query_BHLE.shape
     if not query_BHLE.is_cuda:
-        return attend(query_BHLE, key_BKLE, value_BKLE, dense_mask(cu_seqlens, rows, length))
+        return attend(query_BHLE, key_BKLE, value_BKLE, dense_mask(cu_seqlens, rows, length), scoring)
     query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query_BHLE, key_BKLE, value_BKLE))
     places, longest = cu_seqlens
     packed = query, key, value, places, places, longest, longest
+    scale: dict[str, Any] = {} if scoring.scale is None else {"scale": scoring.scale}
     if query_BHLE.shape[1] == key_BKLE.shape[1] or "enable_gqa" in VARLEN_OPTIONS:
-        attn_out_THE: Tensor = varlen_attn(*packed, **VARLEN_OPTIONS)  # type: ignore[assignment]
+        options = VARLEN_OPTIONS | scale
+        attn_out_THE: Tensor = varlen_attn(*packed, **options)  # type: ignore[assignment]
     else:  # In this torch `varlen_attn` does not support grouped heads, but the operator below it does.
-        attn_out_THE = torch.ops.aten._flash_attention_forward(*packed, 0.0, True, False)[0]
+        attn_out_THE = torch.ops.aten._flash_attention_forward(*packed, 0.0, True, False, **scale)[0]
     attn_out_BLHE: Tensor = attn_out_THE.unflatten(0, (rows, length))
     return attn_out_BLHE.transpose(1, 2)
 
@@ -129,20 +191,19 @@ def attend_dropping(
     key_BKLE: Tensor,
     value_BKLE: Tensor,
     mask: Tensor | CuSeqlens | None,
+    scoring: Scoring,
     rows_BHL: Tensor,
     share: float,
 ) -> Tensor:
     """Attention with dropout of its weights, in plain torch because no kernel accepts a given dropout mask."""
     assert not isinstance(mask, CuSeqlens), "attention dropout needs a dense mask"
-    groups = query_BHLE.shape[1] // key_BKLE.shape[1]
-    key_BHLE, value_BHLE = (x.repeat_interleave(groups, dim=1) for x in (key_BKLE, value_BKLE))
-    length = query_BHLE.shape[2]
-    if mask is None:
-        mask = torch.ones(length, length, dtype=torch.bool, device=query_BHLE.device).tril()
-    scores = (query_BHLE @ key_BHLE.transpose(-1, -2)).float() / query_BHLE.shape[-1] ** 0.5
-    weights = scores.masked_fill(~mask, float("-inf")).softmax(dim=-1)
+    if scoring.window is not None:
+        near = near_mask(query_BHLE.shape[2], key_BKLE.shape[2], scoring.window, query_BHLE.device)
+        mask = near if mask is None else mask & near
+    weights = _scores(query_BHLE, key_BKLE, mask, scoring).softmax(dim=-1)
     dropped: Tensor = drop(weights, rows_BHL, share)
-    return dropped.to(value_BHLE.dtype) @ value_BHLE
+    groups = query_BHLE.shape[1] // key_BKLE.shape[1]
+    return dropped.to(value_BKLE.dtype) @ value_BKLE.repeat_interleave(groups, dim=1)
 
 
 def rows_of(sample_ids_B: Tensor, row_positions_BL: Tensor, heads: range, salt: int) -> Tensor:

@@ -38,6 +38,11 @@ class VocabHead:
         return value
 
 
+def softcapped(logits: Tensor, softcap: float) -> Tensor:
+    """Logits between -softcap and softcap."""
+    return softcap * torch.tanh(logits / softcap)
+
+
 def linear_cross_entropy(
     x_BLD: Tensor,
     weight_VD: Tensor,
@@ -45,11 +50,15 @@ def linear_cross_entropy(
     loss_weights_BL: Tensor | None,
     vocab: int,
     vocabulary: VocabHead,
+    softcap: float | None = None,
 ) -> Tensor:
-    """The sum over all tokens of weight x cross entropy, in fp32. Rows beyond `vocab` are padding and are ignored."""
+    """The sum over all tokens of weight x cross entropy, in fp32. Rows beyond `vocab` are padding and are ignored.
+
+    With `softcap` the logits are softcap * tanh(logits / softcap).
+    """
     weights_N = None if loss_weights_BL is None else loss_weights_BL.flatten()
     loss: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        x_BLD.flatten(0, 1), weight_VD, labels_BL.flatten(), weights_N, vocab, vocabulary
+        x_BLD.flatten(0, 1), weight_VD, labels_BL.flatten(), weights_N, vocab, vocabulary, softcap
     )
     return loss
 
@@ -64,6 +73,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weights_N: Tensor | None,
         vocab: int,
         vocabulary: VocabHead,
+        softcap: float | None,
     ) -> Tensor:
         # Padding rows are multiplied, because round sizes are faster, and then ignored.
         real_rows = min(max(vocab - vocabulary.first_row, 0), weight_VD.shape[0])
@@ -80,6 +90,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
             part = slice(first, first + rows)
             weights = None if weights_N is None else weights_N[part]
             logits = x_ND[part] @ head_VD.t()
+            slopes = None
+            if softcap is not None:
+                logits.div_(softcap).tanh_()
+                slopes = 1 - logits.square() if needs_grad else None
+                logits.mul_(softcap)
             if x_ND.is_cuda and type(vocabulary) is VocabHead:
                 from steelyard.model.cross_entropy_kernel import fused_cross_entropy
 
@@ -89,6 +104,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             else:
                 losses = cross_entropy_alone(logits, labels_N[part], weights, real_rows, vocabulary)
             loss += losses.sum()
+            if slopes is not None:
+                grad.mul_(slopes)
             if grad_x is not None:
                 torch.mm(grad, head_VD, out=grad_x[part])
             if needs_weight:
@@ -105,7 +122,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if grad_weight is not None:
             (grad_weight,) = torch._foreach_mul([grad_weight], grad_loss)  # Runs at memory bandwidth; `*` is slower.
             grad_weight = grad_weight.to(ctx.weight_dtype)
-        return grad_x, grad_weight, None, None, None, None
+        return grad_x, grad_weight, None, None, None, None, None
 
 
 def cross_entropy(

@@ -68,15 +68,19 @@ class Linear(nn.Linear):
 
 
 class RmsNorm(nn.Module):
-    """x / rms(x), scaled per channel; computed in fp32."""
+    """x / rms(x), scaled per channel; computed in fp32. The scale is `weight`, or 1 + `offset`."""
 
-    def __init__(self, width: int, eps: float) -> None:
+    weight: nn.Parameter
+    offset: nn.Parameter
+
+    def __init__(self, width: int, eps: float, is_offset: bool = False) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(width))
-        self.eps = eps
+        self.register_parameter("offset" if is_offset else "weight", nn.Parameter(torch.empty(width)))
+        self.is_offset, self.eps = is_offset, eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
+        weight: Tensor = self.offset.float() + 1 if self.is_offset else self.weight.float()
+        return F.rms_norm(x.float(), weight.shape, weight, self.eps).to(x.dtype)
 
 
 class LayerNorm(nn.Module):

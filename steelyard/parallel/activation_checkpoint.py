@@ -13,8 +13,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from steelyard.model import LanguageModel
-from steelyard.model.language_model import TransformerLayer
-from steelyard.model.quantized_weight import PRODUCT
+from steelyard.model.transformer import TransformerLayer
 
 aten = torch.ops.aten
 varlen_attn = torch.ops.torch_attn._varlen_attn  # registered by the import of model.attention
@@ -26,7 +25,6 @@ COSTLY = {
     aten._scaled_dot_product_flash_attention.default,
     aten._flash_attention_forward.default,
     varlen_attn.default,
-    PRODUCT,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,

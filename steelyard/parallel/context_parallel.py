@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
 from steelyard.model import LanguageModel
+from steelyard.model.attention import Scoring
 from steelyard.parallel.collectives import all_gather
 from steelyard.parallel.mesh import MeshAxis
 
@@ -44,7 +45,10 @@ class AttentionAcross:
         order = [chunk for index in range(axis.size) for chunk in (index, 2 * axis.size - 1 - index)]
         self.natural_order = [order.index(chunk) for chunk in range(2 * axis.size)]
 
-    def __call__(self, query_BHLE: Tensor, key_BKLE: Tensor, value_BKLE: Tensor, mask: Tensor | None) -> Tensor:
+    def __call__(
+        self, query_BHLE: Tensor, key_BKLE: Tensor, value_BKLE: Tensor, mask: Tensor | None, scoring: Scoring
+    ) -> Tensor:
+        assert scoring.window is None, "validators.py refuses sliding windows and soft caps"
         key_BKLE, value_BKLE = self._gathered(key_BKLE), self._gathered(value_BKLE)
         grouped = query_BHLE.shape[1] != key_BKLE.shape[1]
         outputs = []
@@ -59,7 +63,7 @@ class AttentionAcross:
             )
             outputs.append(
                 F.scaled_dot_product_attention(
-                    query, key_BKLE[:, :, :seen], value_BKLE[:, :, :seen], attn_mask=bias, enable_gqa=grouped
+                    query, key_BKLE[:, :, :seen], value_BKLE[:, :, :seen], bias, scale=scoring.scale, enable_gqa=grouped
                 )
             )
         return torch.cat(outputs, dim=2)

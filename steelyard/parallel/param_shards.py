@@ -58,8 +58,16 @@ def local(tensor: Tensor) -> Tensor:
 
 def parts_of(model: LanguageModel, mesh: Mesh, cuts: dict[str, Cut], by_sequence: bool) -> list[ParamShard]:
     """The shards of a model or a stage. A parameter with fewer rows than ranks has an empty shard on some ranks."""
+    layers = model.blocks.layers
+    partial = {
+        f"layers.{number}.{name}"
+        for number in model.part.layers
+        for name, param in layers[number].params().items()
+        if param.is_partial
+    }
     return [
-        _part(name, parameter, model, mesh, cuts.get(name), by_sequence) for name, parameter in model.named_parameters()
+        _part(name, parameter, model, mesh, cuts.get(name), by_sequence or name in partial or _is_adapter(name))
+        for name, parameter in model.named_parameters()
     ]
 
 
@@ -68,7 +76,7 @@ def _is_adapter(name: str) -> bool:
 
 
 def _part(
-    name: str, parameter: nn.Parameter, model: LanguageModel, mesh: Mesh, cut: Cut | None, by_sequence: bool
+    name: str, parameter: nn.Parameter, model: LanguageModel, mesh: Mesh, cut: Cut | None, is_partial: bool
 ) -> ParamShard:
     shape, offset = list(parameter.shape), [0] * parameter.ndim
     if isinstance(parameter, DTensor):
@@ -88,7 +96,7 @@ def _part(
         offset=tuple(offset),
         copies=mesh.replicate * (mesh.tensor.size if cut is None else 1),
         is_cut=cut is not None and cut.pieces > 1,
-        is_partial=cut is None and (by_sequence or _is_adapter(name)) and mesh.tensor.size > 1,
+        is_partial=cut is None and is_partial and mesh.tensor.size > 1,
         is_tied=is_tied,
         is_twin=is_twin,
     )

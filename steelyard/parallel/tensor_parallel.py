@@ -13,19 +13,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from steelyard.model import LanguageModel
 from steelyard.model.dropout import Dropout
 from steelyard.model.loss import VocabHead
+from steelyard.model.modules import Linear
 from steelyard.model.quantized_weight import QuantizedWeight
 from steelyard.parallel.collectives import all_gather, all_reduce, copy_to_tp, reduce_scatter
 from steelyard.parallel.mesh import MeshAxis
 
 SEQUENCE = 1  # the dimension of the residual stream that sequence parallelism shards
-BY_ROWS = ("query", "key", "value", "gate", "up")
-BY_COLUMNS = ("output", "down")
 BESIDE_WEIGHT = ("mask_logits",)  # sharded like the weight they belong to
 # Parameters of an adapter. A dimension that they share with the weight is sharded with it. Parameters that are not
 # sharded are replicated, and their gradients must be summed over ranks.
@@ -46,13 +46,18 @@ def split(model: LanguageModel, axis: MeshAxis, by_sequence: bool) -> dict[str, 
     """Shard a model over the ranks of an axis, and return the sharded parameters by name."""
     cuts: dict[str, Cut] = {}
     for number, layer in model.layers.items():
-        prefix = f"layers.{number}."
         attention: Any = layer.attention
         mlp: Any = layer.mlp
         attention.heads = _shard_of_range(attention.heads, axis)
         for path, part in (("attention", attention), ("mlp", mlp)):
-            for name, linear in part.named_children():
-                _shard_linear(linear, name, f"{prefix}{path}.{name}", axis, cuts)
+            params = part.block.params()
+            for name, child in list(part.named_children()):
+                where = f"layers.{number}.{path}.{name}"
+                if isinstance(child, Linear):
+                    _shard_linear(child, params[f"{name}.weight"].cut, where, axis, cuts)
+                elif any(params[f"{name}.{each}"].cut is not None for each, _ in child.named_parameters()):
+                    _shard(child, "weight", 0, f"{where}.weight", axis, cuts)
+                    setattr(part, name, ShardedRmsNorm(child, axis))
             part.register_forward_pre_hook(_InputHook(axis, by_sequence))
         attention.output.register_forward_hook(_OutputHook(axis, by_sequence))
         mlp.down.register_forward_hook(_OutputHook(axis, by_sequence))
@@ -64,9 +69,8 @@ def split(model: LanguageModel, axis: MeshAxis, by_sequence: bool) -> dict[str, 
     return cuts
 
 
-def _shard_linear(linear: Any, name: str, path: str, axis: MeshAxis, cuts: dict[str, Cut]) -> None:
-    dim = 0 if name in BY_ROWS else 1
-    assert name in BY_ROWS + BY_COLUMNS, f"no rule for sharding {path}"
+def _shard_linear(linear: Any, dim: int | None, path: str, axis: MeshAxis, cuts: dict[str, Cut]) -> None:
+    assert dim is not None, f"{path} is not sharded"
     linear.part = (dim, axis.index, axis.size)
     if isinstance(linear.weight, QuantizedWeight):
         linear.weight = linear.weight.shard(dim, axis.index, axis.size)
@@ -143,6 +147,22 @@ class _SequenceShardHook:
 
     def __call__(self, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
         return output.chunk(self.axis.size, SEQUENCE)[self.axis.index]
+
+
+class ShardedRmsNorm(nn.Module):
+    """An RMSNorm over a width that is sharded: the sum of squares is that of all ranks."""
+
+    def __init__(self, norm: Any, axis: MeshAxis) -> None:
+        super().__init__()
+        self.weight, self.eps, self.axis = norm.weight, norm.eps, axis
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        # Every rank uses the sum, so its gradient is summed too.
+        squares = copy_to_tp(all_reduce(wide.square().sum(-1, keepdim=True), self.axis), self.axis)
+        scale = torch.rsqrt(squares / (x.shape[-1] * self.axis.size) + self.eps)
+        normalized: Tensor = wide * scale * self.weight.float()
+        return normalized.to(x.dtype)
 
 
 class VocabParallelEmbedding(nn.Embedding):

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from steelyard.core.recipe import Recipe
-from steelyard.core.recipe.model_section import GptConfig
 from steelyard.planning.cluster import Nodes
 from steelyard.planning.software import Software
 from steelyard.sizes.activations import FP32, working_bytes
@@ -50,17 +49,16 @@ class LayerDims:
     def of(cls, recipe: Recipe) -> LayerDims:
         """The dimensions of the recipe's model."""
         model = recipe.model
-        gpt = isinstance(model, GptConfig)
-        head_dim = model.hidden // model.heads if isinstance(model, GptConfig) else model.head_dim
-        kv_heads = model.heads if isinstance(model, GptConfig) else model.kv_heads
+        layer = model.blocks.layers[0]
+        attention = layer.attention
         return cls(
             hidden=model.hidden,
-            query=model.heads * head_dim,
-            key=kv_heads * head_dim,
+            query=attention.query_width,
+            key=attention.key_width,
             heads=model.heads,
-            head_dim=head_dim,
+            head_dim=attention.head_dim,
             ffn=model.ffn,
-            gated=not gpt,
+            gated=layer.mlp.gated,
             rows=model.padded_vocab,
             layers=model.layers,
             sequence=recipe.data.sequence_length,

@@ -12,7 +12,6 @@ from typing import NamedTuple
 from pydantic_core import PydanticCustomError
 
 from steelyard.core.recipe import Recipe, validators
-from steelyard.core.recipe.model_section import LlamaConfig
 from steelyard.core.recipe.parallel_section import ParallelSection
 from steelyard.planning.cluster import Cluster, Placement
 from steelyard.planning.software import MEGATRON, Software
@@ -159,8 +158,7 @@ def tensors(recipe: Recipe, cluster: Cluster, use: Use, limits: SearchLimits) ->
     """Tensor degrees that divide the dimensions of the model and the GPUs of every node."""
     model = recipe.model
     shared = [model.heads, model.ffn, model.padded_vocab, *(cluster.nodes_of(type_).gpus for type_, _ in use.counts)]
-    if isinstance(model, LlamaConfig):
-        shared.append(model.kv_heads)
+    shared.append(model.blocks.layers[0].attention.kv_heads)
     return [n for n in divisors(min(shared)) if n <= limits.tensor and all(size % n == 0 for size in shared)]
 
 

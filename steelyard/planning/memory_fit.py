@@ -29,7 +29,6 @@ from dataclasses import dataclass
 
 from steelyard.core import units
 from steelyard.core.recipe import Recipe
-from steelyard.core.recipe.model_section import GptConfig
 from steelyard.planning.layout import Layout, Seat
 from steelyard.planning.predict import Predictor
 from steelyard.planning.software import TORCHTITAN, Software
@@ -280,7 +279,7 @@ def torchtitan_layer_kept(recipe: Recipe) -> int:
         return of.stream
     if how != "selective":
         return activations.layer(recipe)
-    if isinstance(recipe.model, GptConfig):
+    if not recipe.model.blocks.layers[0].mlp.gated:
         products = [of.query + 2 * of.key, of.gathered, of.ffn, of.gathered]
     else:
         products = [of.query, of.key, of.key, of.gathered, of.ffn, of.ffn, of.gathered]

@@ -13,7 +13,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from steelyard.core.recipe import Recipe
-from steelyard.core.recipe.model_section import GptConfig, LlamaConfig
 from steelyard.sizes.adapter_size import adapter_size
 
 FP32 = 4
@@ -49,29 +48,33 @@ def widths(recipe: Recipe, fused_norm: bool = True) -> Widths:
     """Bytes per token of a recipe's tensors. PyTorch has no fused RMSNorm on CPUs; the unfused one saves two copies."""
     model, tensor, each = recipe.model, recipe.parallel.tensor, working_bytes(recipe)
     ranks = tensor if recipe.parallel.sequence_parallel else 1
-    gpt = isinstance(model, GptConfig)
-    head_dim = model.hidden // model.heads if isinstance(model, GptConfig) else model.head_dim
-    kv_heads = model.heads if isinstance(model, GptConfig) else model.kv_heads
-    copies = each if is_compiled(recipe) else FP32 if fused_norm or gpt else 2 * FP32
+    attention = model.blocks.layers[0].attention
+    has_mean = model.blocks.norm.kind == "layer"
+    copies = each if is_compiled(recipe) else FP32 if fused_norm or has_mean else 2 * FP32
     return Widths(
         stream=each * model.hidden // ranks,
         gathered=each * model.hidden,
-        query=each * model.heads * head_dim // tensor,
-        key=each * kv_heads * head_dim // tensor,
+        query=each * attention.query_width // tensor,
+        key=each * attention.key_width // tensor,
         ffn=each * model.ffn // tensor,
-        norm=(copies * model.hidden + (2 * FP32 if gpt else FP32)) // ranks,
+        norm=(copies * model.hidden + (2 * FP32 if has_mean else FP32)) // ranks,
         log_sum=FP32 * model.heads // tensor,
         scores=model.heads // tensor * recipe.data.sequence_length,
     )
+
+
+def _is_gated(recipe: Recipe) -> bool:
+    return recipe.model.blocks.layers[0].mlp.gated
 
 
 def layer(recipe: Recipe, fused_norm: bool = True) -> int:
     """Bytes per token that a layer saves without recomputation."""
     of = widths(recipe, fused_norm)
     silu_again = is_compiled(recipe)
-    kept_by_mlp = 2 if isinstance(recipe.model, GptConfig) else 4 - silu_again
+    kept_by_mlp = 4 - silu_again if _is_gated(recipe) else 2
     masks = 2 * of.stream // working_bytes(recipe) if recipe.model.dropout else 0
-    kept = 2 * (of.norm + of.gathered) + _attention(recipe, of) + kept_by_mlp * of.ffn + masks
+    norms = len(recipe.model.blocks.layers[0].norm_places)
+    kept = norms * of.norm + 2 * of.gathered + _attention(recipe, of) + kept_by_mlp * of.ffn + masks
     return kept + _adapters(recipe, keeps_outputs=False)
 
 
@@ -96,6 +99,14 @@ def _attention(recipe: Recipe, of: Widths) -> int:
     context = recipe.parallel.context
     kept = 2 * of.query + 2 * of.key * context + of.log_sum
     kept += of.query if context > 1 else 0
+    attention = recipe.model.blocks.layers[0].attention
+    if attention.norm is not None:  # Its inputs, in fp32 unless the layer is compiled.
+        each = working_bytes(recipe)
+        kept += (of.query + of.key) * (each if is_compiled(recipe) else FP32) // each
+    layers = recipe.model.blocks.layers
+    is_dense = recipe.train.precision == "fp32" or recipe.train.device == "cpu"
+    if is_dense and any(layer.attention.softcap is not None for layer in layers):  # Scores, tanh, weights.
+        kept += 3 * FP32 * of.scores
     if recipe.model.attention_dropout:
         kept += of.scores * (FP32 + 1 + working_bytes(recipe))
     return kept
@@ -104,7 +115,7 @@ def _attention(recipe: Recipe, of: Widths) -> int:
 def selective_layer(recipe: Recipe) -> int:
     """Bytes per token of a layer that saves its input and the outputs of products, attention and collectives."""
     of, parallel = widths(recipe), recipe.parallel
-    projections = 1 if isinstance(recipe.model, GptConfig) else 2
+    projections = 2 if _is_gated(recipe) else 1
     products = 2 * of.query + 2 * of.key + of.log_sum + projections * of.ffn + 2 * of.gathered
     exchanged = 2 * of.stream if parallel.tensor > 1 else 0
     exchanged += 2 * of.gathered if parallel.tensor > 1 and parallel.sequence_parallel else 0
@@ -120,7 +131,7 @@ def full_layer(recipe: Recipe) -> int:
 def weight_gradient_inputs(recipe: Recipe) -> int:
     """Bytes per token of the output gradients that a layer keeps until its weight gradients are computed."""
     of = widths(recipe)
-    projections = 1 if isinstance(recipe.model, GptConfig) else 2
+    projections = 2 if _is_gated(recipe) else 1
     return 2 * of.gathered + of.query + 2 * of.key + projections * of.ffn
 
 
@@ -132,7 +143,7 @@ def temporaries(recipe: Recipe) -> int:
     """
     of, each = widths(recipe), working_bytes(recipe)
     widest = 2 * of.ffn
-    if isinstance(recipe.model, LlamaConfig):
+    if _is_gated(recipe):
         widest = max(3 * of.ffn, 5 * FP32 * of.query // each)
     if recipe.model.dropout and not is_compiled(recipe):
         widest += 4 * INT64 * of.stream // each
@@ -150,7 +161,7 @@ def head(recipe: Recipe) -> int:
 
 def rotation(recipe: Recipe) -> int:
     """Bytes per token of the RoPE cosines and sines, which all layers of a micro-batch share."""
-    return 2 * FP32 * recipe.model.head_dim if isinstance(recipe.model, LlamaConfig) else 0
+    return sum(2 * FP32 * rope.width for rope in recipe.model.blocks.ropes())
 
 
 def layers_kept(recipe: Recipe, layers: int) -> int:

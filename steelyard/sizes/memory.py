@@ -208,7 +208,7 @@ class _Rank:
         """A chunk of logits, and the fp32 gradient of the head, which the forward pass computes and keeps.
 
         A kernel overwrites the logits with their gradient. With a sharded vocabulary, or on a CPU, a chunk needs three
-        more fp32 tensors.
+        more fp32 tensors. A soft cap needs its slopes, and another tensor while they are computed.
         """
         if self.parallel.stages - 1 not in self.stages:
             return 0
@@ -216,7 +216,8 @@ class _Rank:
         table = 0 if self.is_frozen else FP32 * rows * self.recipe.model.hidden
         in_place = self.parallel.tensor == 1 and self.recipe.train.device != "cpu"
         chunk = min(CHUNK_BYTES, self.each * rows * self.tokens) // self.each
-        chunk *= self.each + (0 if in_place else 3 * FP32)
+        slopes = 2 * self.each if self.recipe.model.blocks.logit_softcap else 0
+        chunk *= self.each + slopes + (0 if in_place else 3 * FP32)
         last = len(self.stages) - 1
 
         def gradient(local: int) -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from steelyard.core.recipe.model_section import GptConfig, LlamaConfig
+from steelyard.core.recipe.blocks import LayerBlock
+from steelyard.core.recipe.model_section import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class Parameters:
         }
 
 
-def parameters(model: GptConfig | LlamaConfig, tensor: int = 1, padded: bool = False) -> Parameters:
+def parameters(model: ModelConfig, tensor: int = 1, padded: bool = False) -> Parameters:
     """Count the parameters of a model, or of one of its `tensor` tensor-parallel ranks.
 
     Published counts exclude the rows that pad the vocabulary; `padded` includes them. Tensor parallelism shards heads,
@@ -42,51 +44,42 @@ def parameters(model: GptConfig | LlamaConfig, tensor: int = 1, padded: bool = F
     rows = model.padded_vocab if padded or tensor > 1 else model.vocab
     table = rows * model.hidden // tensor
     head = 0 if model.tied else table
-    split = layer_matrices(model)
-    if isinstance(model, GptConfig):
-        split += 3 * model.hidden + model.ffn
-        norm = 2 * model.hidden
-        whole = 2 * model.hidden + 2 * norm
-        table += model.positions * model.hidden
-    else:
-        split += (model.heads + 2 * model.kv_heads) * model.head_dim if model.qkv_bias else 0
-        norm = model.hidden
-        whole = 2 * norm
-    return Parameters(table, split // tensor + whole, model.layers, norm, head)
+    blocks = model.blocks
+    table += (blocks.positions or 0) * model.hidden
+    final_norm = sum(math.prod(param.shape) for param in blocks.norm.params().values())
+    return Parameters(table, layer_parameters(blocks.layers[0], tensor), model.layers, final_norm, head)
 
 
-def layer_matrices(model: GptConfig | LlamaConfig) -> int:
+def layer_parameters(layer: LayerBlock, tensor: int = 1) -> int:
+    """Parameters of one layer, or of one of its tensor-parallel ranks."""
+    params = layer.params().values()
+    split = sum(math.prod(param.shape) for param in params if param.cut is not None)
+    return split // tensor + sum(math.prod(param.shape) for param in params if param.cut is None)
+
+
+def layer_matrices(model: ModelConfig) -> int:
     """Parameters in the weight matrices of one layer, which sparsity can mask."""
     return sum(rows * columns for rows, columns in matrices(model).values())
 
 
-def matrices(model: GptConfig | LlamaConfig) -> dict[str, tuple[int, int]]:
+def matrices(model: ModelConfig) -> dict[str, tuple[int, int]]:
     """Rows (outputs) and columns (inputs) of the weight matrices of one layer, by name."""
-    hidden, ffn = model.hidden, model.ffn
-    if isinstance(model, GptConfig):
-        attention = dict.fromkeys(("query", "key", "value", "output"), (hidden, hidden))
-        return attention | {"up": (ffn, hidden), "down": (hidden, ffn)}
-    query, key = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    return {
-        "query": (query, hidden), "key": (key, hidden), "value": (key, hidden), "output": (hidden, query),
-        "gate": (ffn, hidden), "up": (ffn, hidden), "down": (hidden, ffn),
-    }  # fmt: skip
+    return model.blocks.layers[0].matrices()
 
 
-def flops_per_token(model: GptConfig | LlamaConfig, sequence_length: int) -> float:
+def flops_per_token(model: ModelConfig, sequence_length: int) -> float:
     """FLOPs to train on one token: 6 per parameter in a matrix product, and half of full attention (causal).
 
     The embedding is a lookup and costs nothing. The head is a matrix product, tied or not.
     """
-    return float(model.layers * layer_flops(model, sequence_length) + head_flops(model))
+    return float(sum(layer.flops(sequence_length) for layer in model.blocks.layers) + head_flops(model))
 
 
-def layer_flops(model: GptConfig | LlamaConfig, sequence_length: int) -> int:
-    """The FLOPs of one transformer layer in `flops_per_token`."""
-    head_dim = model.head_dim if isinstance(model, LlamaConfig) else model.hidden // model.heads
-    return 6 * parameters(model).layer + 6 * model.heads * head_dim * sequence_length
+def layer_flops(model: ModelConfig, sequence_length: int) -> int:
+    """The mean FLOPs of a transformer layer in `flops_per_token`: windows differ between layers."""
+    return sum(layer.flops(sequence_length) for layer in model.blocks.layers) // model.layers
 
 
-def head_flops(model: GptConfig | LlamaConfig) -> int:
+def head_flops(model: ModelConfig) -> int:
     """The FLOPs of the final norm and the head in `flops_per_token`."""
     return 6 * (parameters(model).final_norm + model.vocab * model.hidden)

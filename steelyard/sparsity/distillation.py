@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from steelyard.model import Batch, LanguageModel
-from steelyard.model.loss import VocabHead, linear_cross_entropy
+from steelyard.model.loss import VocabHead, linear_cross_entropy, softcapped
 from steelyard.sparsity.masked_linear import Course
 
 CHUNK_BYTES = 1 << 28  # of logits in fp32
@@ -60,40 +60,50 @@ class Distilling:
         loss_weights_BL: Tensor | None,
         vocab: int,
         vocabulary: VocabHead,
+        softcap: float | None,
     ) -> Tensor:
         assert self.dense_BLD is not None
-        loss = linear_cross_entropy(x_BLD, weight_VD, labels_BL, loss_weights_BL, vocab, vocabulary)
-        distance = divergence(x_BLD, self.dense_BLD, weight_VD, vocab, self.temperature)
+        loss = linear_cross_entropy(x_BLD, weight_VD, labels_BL, loss_weights_BL, vocab, vocabulary, softcap)
+        distance = divergence(x_BLD, self.dense_BLD, weight_VD, vocab, self.temperature, softcap)
         self.sums_2 += torch.stack([distance.detach().double(), torch.full_like(distance, labels_BL.numel()).double()])
         return loss + self.weight * (distance - distance.detach())
 
 
-def divergence(x_BLD: Tensor, dense_BLD: Tensor, head_VD: Tensor, vocab: int, temperature: float) -> Tensor:
+def divergence(
+    x_BLD: Tensor, dense_BLD: Tensor, head_VD: Tensor, vocab: int, temperature: float, softcap: float | None = None
+) -> Tensor:
     """The KL divergence of the predictions from the dense model's, summed over tokens, in nats."""
     total: Tensor = _Divergence.apply(  # type: ignore[no-untyped-call]
-        x_BLD.flatten(0, 1), dense_BLD.flatten(0, 1), head_VD, vocab, temperature
+        x_BLD.flatten(0, 1), dense_BLD.flatten(0, 1), head_VD, vocab, temperature, softcap
     )
     return total
 
 
 class _Divergence(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_ND: Tensor, dense_ND: Tensor, head_VD: Tensor, vocab: int, temperature: float) -> Tensor:
+    def forward(
+        ctx: Any, x_ND: Tensor, dense_ND: Tensor, head_VD: Tensor, vocab: int, temperature: float, softcap: float | None
+    ) -> Tensor:
         head = head_VD[:vocab].to(x_ND.dtype)
         total = torch.zeros((), dtype=torch.float32, device=x_ND.device)
         grad_x = torch.empty_like(x_ND)
         rows = max(1, CHUNK_BYTES // (4 * vocab))
         for first in range(0, len(x_ND), rows):
             part = slice(first, first + rows)
-            masked = F.log_softmax((x_ND[part] @ head.t()).float() / temperature, dim=1)
-            dense = F.log_softmax((dense_ND[part] @ head.t()).float() / temperature, dim=1)
+            logits, dense_logits = ((each[part] @ head.t()).float() for each in (x_ND, dense_ND))
+            if softcap is not None:
+                logits, dense_logits = softcapped(logits, softcap), softcapped(dense_logits, softcap)
+            masked, dense = (F.log_softmax(each / temperature, dim=1) for each in (logits, dense_logits))
             probabilities = dense.exp()
             total += temperature**2 * (probabilities * (dense - masked)).sum()
-            torch.mm((temperature * (masked.exp() - probabilities)).to(x_ND.dtype), head, out=grad_x[part])
+            grad = temperature * (masked.exp() - probabilities)
+            if softcap is not None:
+                grad = grad * (1 - (logits / softcap).square())
+            torch.mm(grad.to(x_ND.dtype), head, out=grad_x[part])
         ctx.save_for_backward(grad_x)
         return total
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (grad_x,) = ctx.saved_tensors
-        return grad_x * grad.to(grad_x.dtype), None, None, None, None
+        return grad_x * grad.to(grad_x.dtype), None, None, None, None, None

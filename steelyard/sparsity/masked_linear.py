@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from steelyard.core.recipe import Recipe
 from steelyard.core.recipe.sparsity_section import SparsitySection
 from steelyard.model import LanguageModel
-from steelyard.model.language_model import LayerInputs, TransformerLayer
 from steelyard.model.modules import Linear
+from steelyard.model.transformer import LayerInputs, TransformerLayer
 from steelyard.sparsity import gumbel
 from steelyard.sparsity.gumbel import GroupOffset
 from steelyard.sparsity.patterns import Pattern
@@ -134,7 +134,7 @@ class MaskedLayer(TransformerLayer):
 
     def __init__(self, layer: nn.Module, masked: list[MaskedLinear], salts_N2: Tensor) -> None:
         nn.Module.__init__(self)
-        for name, child in layer.named_children():
+        for name, child in layer._modules.items():  # Also norms that are None.
             self.add_module(name, child)
         self.masked, self.salts_N2 = tuple(masked), salts_N2
 

@@ -22,7 +22,6 @@ from steelyard.checkpoint.formats.write import Target, convert, refuse_destinati
 from steelyard.core import units
 from steelyard.core.console import ProgressBar, console
 from steelyard.core.errors import UserError
-from steelyard.core.recipe.model_section import GptConfig
 from steelyard.core.recipe.parallel_section import ParallelSection
 from steelyard.parallel import mesh as meshes
 from steelyard.parallel.mesh import Mesh
@@ -128,7 +127,7 @@ def _windows(request: PruneRequest, source: CheckpointSource) -> Windows | None:
     positions = positions_of(source.config, source.extra)
     length = request.length or min(LONGEST, positions)
     if length > positions:
-        if isinstance(source.config, GptConfig):
+        if source.config.blocks.positions is not None:
             raise UserError(
                 f"windows of {length} tokens are longer than the model's {positions} positions",
                 where="--sequence-length",

@@ -15,13 +15,13 @@ import torch
 
 from steelyard import model
 from steelyard.core.errors import UserError
-from steelyard.core.recipe.model_section import GptConfig, LlamaConfig
+from steelyard.core.recipe.model_section import ModelConfig
 from steelyard.model.modules import Linear
 
 LAYERS = re.compile(r"(\d+)(?:-(\d+))?")
 
 
-def maskable(config: GptConfig | LlamaConfig) -> dict[str, tuple[int, int]]:
+def maskable(config: ModelConfig) -> dict[str, tuple[int, int]]:
     """The matrices that can be masked and their sizes, [out, in], in layer order."""
     with torch.device("meta"):
         network = model.build(config)

@@ -10,6 +10,7 @@ import os
 import platform
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,10 +20,10 @@ import steelyard
 from steelyard import model as models
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
-from steelyard.core.recipe.model_section import GptConfig, LlamaConfig
+from steelyard.core.recipe.blocks import LayerBlock
 from steelyard.core.run import now
 from steelyard.model import StageSpec
-from steelyard.model.modules import Linear
+from steelyard.model.transformer import TransformerLayer
 from steelyard.parallel.parallelize import COMPILING
 from steelyard.sizes.gpu_catalogue import by_device_name
 from steelyard.training import bandwidth_probe
@@ -37,7 +38,7 @@ def measure(recipe: Recipe, tensors: list[int], micro_batches: list[int], with_l
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     known = by_device_name(name)
     for tensor in tensors:  # Fail before anything is measured.
-        _config(recipe.model, tensor)
+        cut(recipe.model.blocks.layers[0], tensor)
     layers = [
         {"tensor": tensor, "micro_batch": micro_batch, **_layer(recipe, device, tensor, micro_batch)}
         for tensor in tensors
@@ -66,35 +67,24 @@ def measure(recipe: Recipe, tensors: list[int], micro_batches: list[int], with_l
     }  # fmt: skip
 
 
-def _config(model: GptConfig | LlamaConfig, tensor: int) -> GptConfig | LlamaConfig:
-    """The config of one layer with the widths of a tensor rank."""
-    one = {"layers": 1, "dropout": 0.0, "attention_dropout": 0.0}
-    if model.heads % tensor or model.ffn % tensor or getattr(model, "kv_heads", tensor) % tensor:
+def cut(layer: LayerBlock, tensor: int) -> LayerBlock:
+    """A layer with the widths of a tensor rank."""
+    attention, mlp = layer.attention, layer.mlp
+    if attention.heads % tensor or attention.kv_heads % tensor or mlp.ffn % tensor:
         raise UserError(
-            f"model.heads = {model.heads}, its key-value heads or model.ffn = {model.ffn} "
+            f"model.heads = {attention.heads}, its key-value heads or model.ffn = {mlp.ffn} "
             f"is not divisible by {tensor} tensor ranks",
             hint="measure other --tensor degrees; the planner scales from the nearest",
         )
-    if isinstance(model, GptConfig):  # head_dim depends on the number of heads, so `cut` shards the layer itself.
-        return model.model_copy(update=one)
-    cut = {"heads": model.heads // tensor, "kv_heads": model.kv_heads // tensor, "ffn": model.ffn // tensor}
-    return model.model_copy(update=one | cut)
-
-
-def cut(layer: Any, model: GptConfig, tensor: int) -> None:
-    """Shard a GPT layer's matrices as tensor parallelism does: by heads, and by columns of the MLP."""
-    attention, mlp, width, ffn = layer.attention, layer.mlp, model.hidden // tensor, model.ffn // tensor
-    attention.query, attention.key, attention.value = (Linear(model.hidden, width) for _ in range(3))
-    attention.output, attention.heads = Linear(width, model.hidden), range(model.heads // tensor)
-    mlp.up, mlp.down = Linear(model.hidden, ffn), Linear(ffn, model.hidden)
+    attention = replace(attention, heads=attention.heads // tensor, kv_heads=attention.kv_heads // tensor)
+    return replace(layer, attention=attention, mlp=replace(mlp, ffn=mlp.ffn // tensor))
 
 
 def _layer(recipe: Recipe, device: torch.device, tensor: int, micro_batch: int) -> dict[str, float]:
     """Seconds of a layer's forward and backward pass."""
     dtype = devices.DTYPES[recipe.train.precision]
-    built = models.build(_config(recipe.model, tensor), StageSpec(range(1), first=False, last=False))
-    if isinstance(recipe.model, GptConfig) and tensor > 1:
-        cut(built.layers["0"], recipe.model, tensor)
+    built = models.build(recipe.model, StageSpec(range(1), first=False, last=False))
+    built.layers["0"] = TransformerLayer(cut(recipe.model.blocks.layers[0], tensor), 0.0, 0.0)
     built = built.to(device)
     built.dtype = dtype
     for parameter in built.parameters():

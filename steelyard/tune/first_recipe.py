@@ -21,8 +21,9 @@ from steelyard.core import units
 from steelyard.core.errors import RuntimeFailure
 from steelyard.core.host import usable_cpus
 from steelyard.core.recipe import Recipe
+from steelyard.core.recipe.families.llama import LlamaConfig
 from steelyard.core.recipe.load import load_recipe
-from steelyard.core.recipe.model_section import GptConfig, LlamaConfig
+from steelyard.core.recipe.model_section import ModelConfig
 from steelyard.planning.cluster import CORE
 from steelyard.sizes.gpu_catalogue import by_device_name
 from steelyard.sizes.memory import RESERVED, memory_of
@@ -181,7 +182,7 @@ def pruning(found: Survey, machine: Hardware, recipe: Path, base: str, context: 
 
 
 def _settings(
-    recipe: Path, machine: Hardware, model: GptConfig | LlamaConfig, length: int, rate: float, tokens: int
+    recipe: Path, machine: Hardware, model: ModelConfig, length: int, rate: float, tokens: int
 ) -> dict[str, Any]:
     """The sections of every recipe: a batch of a power of two per device, and at least some hundred steps of it."""
     wanted = min(MOST_BATCH_TOKENS, tokens // FEWEST_STEPS) // (length * machine.devices)

@@ -7,7 +7,9 @@ import torch
 from steelyard import model
 from steelyard.checkpoint.formats import CheckpointSource
 from steelyard.checkpoint.formats.write import Target, convert
-from steelyard.core.recipe.model_section import GptConfig, LlamaConfig, RopeScaling
+from steelyard.core.recipe.families.gpt import GptConfig
+from steelyard.core.recipe.families.llama import LlamaConfig
+from steelyard.core.recipe.rope_scaling import RopeScaling
 
 SIZES = {"vocab": 100, "layers": 4, "hidden": 32, "heads": 4}
 GROUPED = {"family": "llama", "kv_heads": 2, "ffn": 48}

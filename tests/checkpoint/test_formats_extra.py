@@ -9,7 +9,7 @@ from steelyard.checkpoint.formats import open_source
 from steelyard.checkpoint.formats.hf_metadata import BESIDE_MEGATRON, disagreement, validated
 from steelyard.checkpoint.formats.write import Target, convert
 from steelyard.core.errors import UserError
-from steelyard.core.recipe.model_section import LlamaConfig
+from steelyard.core.recipe.families.llama import LlamaConfig
 from steelyard.text import tokenizer as tokenizers
 from tests.checkpoint.models import SHAPES, Held, written
 

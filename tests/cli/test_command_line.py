@@ -147,6 +147,8 @@ def mistake(done: subprocess.CompletedProcess) -> str:
             "corpus is empty",
         ),
         (["tokenizer", "train", "--input", "nowhere.txt", "--model-prefix", "t", "--vocab-size", "300"], "no file"),
+        (["tokenizer", "extend", "no.model", "--text", "tiny.jsonl", "--add", "9", "--out", "o"], "no file or folder"),
+        (["checkpoint", "extend", ".", "o", "--tokenizer", "t"], "not a checkpoint of a supported format"),
         (["data", "tokenize", "--input", "empty.txt", "--tokenizer", ".", "--output-prefix", "p"], "no tokenizer"),
     ],
 )

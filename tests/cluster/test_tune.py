@@ -76,7 +76,9 @@ def test_a_tuner_killed_twice_has_its_job_taken_up_and_nodes_follow_from_the_lay
     finally:
         kill(tuner)
     reported = json.loads(yard.steelyard("tune", "jobs.toml", "--json", "--workers", "2").stdout)
-    assert (reported["trials"], reported["outcomes"]) == (2, {"finished": 2, "lost": 3}), everything(run)
+    # A worker whose job ends first may draw the values of the other again, which are then not run.
+    ran = {name: count for name, count in reported["outcomes"].items() if name != outcome.REPEATED}
+    assert (reported["trials"], ran) == (2, {"finished": 2, "lost": 3}), everything(run)
     found = launches(study)
     links = sorted((path.resolve(), path.parent) for path in (study / "trials").glob("*/run") if path.is_symlink())
     # Both jobs were followed on: no other was ever queued.

@@ -490,9 +490,9 @@ def test_a_kind_of_model_that_no_family_supports_is_refused_with_the_place(flags
         ("--position-embedding-type alibi", "model.family", "no family has alibi positions"),
         (LLAMA + "--normalization LayerNorm", "model.family", "but not --normalization RMSNorm"),
         (LLAMA.replace("--disable-bias-linear", ""), "model.family", "the model has biases, llama none"),
-        (LLAMA + "--qk-layernorm", "model.family", "query and key norms are not supported"),
+        (LLAMA + "--qk-layernorm", "model.family", "the family qwen3 has norms"),
         (LLAMA + "--rotary-percent 0.5", "model.family", "partial RoPE"),
-        (LLAMA + "--sliding-window 16", "model.family", "sliding-window attention is not supported"),
+        (LLAMA + "--sliding-window 16", "model.family", "set model.window"),
         (LLAMA + "--rotary-seq-len-interpolation-factor 4", "model.family", "position interpolation"),
         ("--embed-layernorm", "model.family", "a norm after the embedding"),
         ("--disable-bias-linear", "model.family", "gpt has biases"),
@@ -565,6 +565,7 @@ EVERY_FLAG = sorted({*ALIASES, *CARRIED, *RULED, *NOT_CARRIED, "--not-a-flag", "
 VALUES = ["", "0", "1", "2", "-1", "0.5", "nan", "inf", "a/b", "1 a", "$X", "$(nproc)"]
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.sampled_from(EVERY_FLAG), st.sampled_from(VALUES))))
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_flags_are_accounted_for_or_refused(tmp_path, flags):

@@ -209,3 +209,10 @@ def test_a_secret_in_a_recipe_is_refused_since_recipes_are_copied_everywhere():
     with pytest.raises(UserError, match=r"data\.tokenizer: holds a secret") as error:
         load_recipe("gpt2-xl", ["data.tokenizer=https://me:sesame@hub.example/gpt2"])
     assert "sesame" not in str(error.value)
+
+
+def test_a_copy_of_a_model_has_the_blocks_of_its_own_sizes():
+    model = load_recipe("llama3.2-1b").model
+    assert model.blocks.layers[0].mlp.ffn == 8192
+    copy = model.model_copy(update={"ffn": 128, "layers": 2})
+    assert [layer.mlp.ffn for layer in copy.blocks.layers] == [128, 128]

@@ -263,10 +263,12 @@ def command_line(rng: random.Random) -> Input:
     commands = [
         ["recipe", "show"],
         ["tokenizer", "info"],
+        ["tokenizer", "extend", "--add", "9", "--out", "extended", "--text"],
         ["data", "info"],
         ["data", "verify"],
         ["checkpoint", "info"],
         ["checkpoint", "diff"],
+        ["checkpoint", "extend", "--tokenizer", "tokenizer"],
         ["mask", "info"],
         ["list"],
         ["logs"],

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from steelyard.core.recipe.model_section import GptConfig
+from steelyard.core.recipe.families.gpt import GptConfig
 from steelyard.model import Batch, build, init_weights
 from steelyard.model.attention import rows_of
 from steelyard.model.dropout import Dropout, drop, salt_of

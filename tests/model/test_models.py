@@ -4,7 +4,7 @@ import torch
 from steelyard import model
 from steelyard.core.recipe import load_recipe
 from steelyard.model import attention
-from steelyard.model.llama import scaled
+from steelyard.model.rope import scaled
 from steelyard.tokens.dataloader import learned_in, starts_of
 
 TINY = {

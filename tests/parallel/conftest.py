@@ -19,6 +19,13 @@ FAMILIES = {
     "llama-tied": "model={family='llama', layers=4, hidden=32, heads=4, kv_heads=2, vocab=97, tied=true}",
     "llama-bias": "model={family='llama', layers=4, hidden=32, heads=4, kv_heads=2, vocab=97, qkv_bias=true}",
     "gpt-untied": "model={family='gpt', layers=4, hidden=32, heads=4, vocab=97, positions=16, tied=false}",
+    "mistral": "model={family='llama', layers=4, hidden=32, heads=4, kv_heads=2, vocab=97, window=5}",
+    "qwen3": "model={family='qwen3', layers=4, hidden=32, heads=4, kv_heads=2, head_dim=16, vocab=97}",
+    "gemma2": "model={family='gemma2', layers=4, hidden=32, heads=4, kv_heads=2, head_dim=16, vocab=97, window=5}",
+    "gemma3": "model={family='gemma3', layers=4, hidden=32, heads=4, kv_heads=2, head_dim=16, vocab=97, window=5, "
+    "full_every=2}",
+    "olmo2": "model={family='olmo2', layers=4, hidden=32, heads=4, kv_heads=2, vocab=97}",
+    "smollm3": "model={family='smollm3', layers=4, hidden=32, heads=4, kv_heads=2, vocab=97}",
 }
 FOUR_STEPS = [
     "train.steps=4", "log.every=1", "eval.every=2", "checkpoint.every=0", "train.global_batch=8",
@@ -35,6 +42,7 @@ FAST = """
     test_a_layout_gives_the_curve_of_one_process[llama-pipeline 2 interleaved]
     test_a_layout_gives_the_curve_of_one_process[llama-pipeline 2 zero-bubble]
     test_a_layout_gives_the_curve_of_one_process[llama-data x tensor zero 3]
+    test_a_family_trains_alike_on_tensor_and_pipeline_ranks_and_goes_on_elsewhere[gemma3]
     test_a_setting_means_the_same_on_a_layout[dropout-sequence]
     test_a_setting_means_the_same_on_a_layout[documents-pipeline]
     test_a_setting_means_the_same_on_a_layout[ramp-up-data]

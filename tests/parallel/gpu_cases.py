@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from tests.finetuning.conftest import write_bases
-from tests.parallel import test_finetuning, test_layouts, test_masks
+from tests.parallel import test_finetuning, test_layouts, test_masks, test_prune
 from tests.parallel.conftest import FAMILIES, Layouts, difference
 from tests.parallel.test_layouts import LARGEST, parallel
 from tests.parallel.test_settings import SGD
@@ -30,6 +30,9 @@ ONLY_HERE = {
 FOR_MASKS = [("llama-bias", "zero 3"), ("gpt", "tensor"), ("llama-bias", "pipeline"), ("gpt", "data x tensor zero 3")]
 FOR_LORA = [("llama", "zero 3"), ("gpt", "tensor"), ("llama", "pipeline"), ("gpt", "data x tensor zero 3")]
 FOR_NF4 = [("llama", "zero 3"), ("llama", "tensor"), ("llama", "pipeline")]
+FOR_PRUNE = ["data", "tensor", "data x tensor"]
+FOR_FAMILIES = ["mistral", "qwen3", "gemma2", "gemma3", "olmo2", "smollm3"]
+FAMILY_ROUNDING = 1e-5  # with SGD
 FOR_COMPILED = ["zero 3 on 2", "tensor", "sequence", "context", "pipeline 2 1f1b", "data x tensor zero 3"]
 LAST = ("gpipe", "hybrid", "empty")
 FOR_PRECISION = ["zero 3 on 2", "tensor", "pipeline 2 1f1b", "pipeline 2 zero-bubble"]
@@ -46,7 +49,7 @@ class Case:
     tolerance: float
     settings: tuple[str, ...] = UNCOMPILED
     """Those of the layout's run and of the one process."""
-    kind: Literal["pretrain", "masks", "lora", "nf4"] = "pretrain"
+    kind: Literal["pretrain", "masks", "lora", "nf4", "prune"] = "pretrain"
     precision: str = "fp32"
 
     @property
@@ -95,6 +98,17 @@ def cases() -> list[Case]:
             ranks, overrides = test_finetuning.LAYOUTS[layout]
             name = f"{kind}, {layout}, {family}"
             found.append(Case(name, ranks, family, overrides, test_finetuning.ROUNDING[family], kind=kind))
+    for family in FOR_FAMILIES:
+        ranks, overrides = ONLY_HERE["tensor x pipeline"]
+        for precision, tolerance in (("fp32", FAMILY_ROUNDING), ("bf16", BF16)):
+            if precision == "fp32" or family in ("mistral", "gemma2"):
+                settings = (*UNCOMPILED, *SGD, f"train.precision={precision}")
+                name = f"tensor x pipeline, {family}, {precision}"
+                found.append(Case(name, ranks, family, overrides, tolerance, settings, precision=precision))
+    for layout in FOR_PRUNE:
+        ranks, tensor = test_prune.LAYOUTS[layout]
+        name = f"prune, {layout}, qwen2"
+        found.append(Case(name, ranks, "llama", [f"parallel.tensor={tensor}"], test_prune.ROUNDING, kind="prune"))
     for layout in FOR_COMPILED:
         ranks, overrides = known[layout]
         name = f"{layout}, llama, compiled"
@@ -122,6 +136,9 @@ def compared(case: Case, layouts: Layouts) -> float:
         if found < case.tolerance:
             test_masks.assert_alike(run, one)
         return found
+    if case.kind == "prune":
+        _, tensor = test_prune.LAYOUTS[case.name.split(", ")[1]]
+        return test_prune.share_pruned_otherwise(layouts, case.ranks, tensor)
     run = layouts.run(case.ranks, case.family, *case.settings, *case.layout)
     return difference(run.metrics(), layouts.alone(case.family, *case.settings))
 

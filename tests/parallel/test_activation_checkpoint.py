@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from steelyard import model as models
-from steelyard.core.recipe.model_section import LlamaConfig
+from steelyard.core.recipe.families.llama import LlamaConfig
 from steelyard.model.attention import has_varlen_attention, varlen_options
 from steelyard.parallel import activation_checkpoint
 

@@ -8,7 +8,7 @@ from steelyard.training import config_check
 from tests.parallel import jobs
 from tests.parallel.conftest import FOUR_STEPS, Layouts
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(600)  # The first of these tests imports everything for the pool.
 
 
 def test_ranks_that_read_different_recipes_name_what_differs_and_write_nothing(layouts: Layouts):

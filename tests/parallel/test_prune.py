@@ -1,5 +1,7 @@
 """One-shot pruning on several ranks: the same weights, bit for bit, as by one process."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -9,19 +11,33 @@ from tests.parallel import jobs
 from tests.sparsity.small import LENGTH, SAMPLES, write_text
 
 LAYOUTS = {"data": (2, 1), "tensor": (2, 2), "data x tensor": (4, 2), "uneven data": (4, 1), "many tensor": (3, 3)}
+ROUNDING = 1e-3  # the share of the weights that a GPU may prune otherwise
+
+
+def pruning(layouts, folder, size, tensor, method, out, **options):
+    """Prune a small model on so many ranks."""
+    source = folder / "qwen2-hf"
+    if not source.exists():
+        source = written(folder, "qwen2")
+    request = {"checkpoint": str(source), "destination": folder / out, "method": method}
+    request |= {"calibration": write_text(folder), "samples": SAMPLES, "length": LENGTH, "tensor": tensor}
+    return layouts.ranks.do(size, jobs.pruning, request | {"device": "cpu"} | options)
+
+
+def share_pruned_otherwise(layouts, size, tensor) -> float:
+    """The share of the weights that so many ranks prune and one process keeps, or the reverse."""
+    folder = layouts.folder / f"prune-{size}-{tensor}"
+    folder.mkdir()
+    for ranks, each, out in ((1, 1, "alone"), (size, tensor, "together")):
+        pruning(layouts, folder, ranks, each, "sparsegpt", out, device="cuda" if torch.cuda.is_available() else "cpu")
+    ours, theirs = weights(folder / "together"), weights(folder / "alone")
+    unlike = sum(((ours[name] == 0) != (theirs[name] == 0)).sum().item() for name in ours)
+    return unlike / sum(each.numel() for each in ours.values())
 
 
 @pytest.fixture
 def pruned(layouts, tmp_path):
-    """Prune a small model on so many ranks."""
-    source, text = written(tmp_path, "qwen2"), write_text(tmp_path)
-
-    def do(size: int, tensor: int, method: str, out: str, **options):
-        request = {"checkpoint": str(source), "destination": tmp_path / out, "method": method, "calibration": text}
-        request |= {"samples": SAMPLES, "length": LENGTH, "tensor": tensor, "device": "cpu", **options}
-        return layouts.ranks.do(size, jobs.pruning, request)
-
-    return do
+    return partial(pruning, layouts, tmp_path)
 
 
 def weights(folder) -> dict[str, torch.Tensor]:

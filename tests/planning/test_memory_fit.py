@@ -177,7 +177,7 @@ def test_the_engine_itself_does_not_compute_a_layers_last_product_again():
     from torch import nn
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from steelyard.model.language_model import TransformerLayer
+    from steelyard.model.transformer import TransformerLayer
     from steelyard.parallel.activation_checkpoint import _wrap
 
     shapes = []

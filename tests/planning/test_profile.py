@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from steelyard import model as models
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import load_recipe, to_toml
 from steelyard.planning import measured_layers as profiles
@@ -40,9 +39,7 @@ def test_a_layer_is_measured_here_and_the_planner_believes_it(recipe, tmp_path):
 
 def test_gpts_layers_are_measured_with_the_widths_of_a_tensor_rank(in_workplace):
     recipe = load_recipe(in_workplace.recipe, ["model={family='gpt', layers=2, hidden=32, heads=8, vocab=97}"])
-    layer = models.build(recipe.model).layers["0"]
-    cut(layer, recipe.model, 4)
-    sizes = {name: tuple(weight.shape) for name, weight in layer.named_parameters() if weight.ndim == 2}
+    sizes = {name: param.shape for name, param in cut(recipe.model.blocks.layers[0], 4).params().items()}
     assert sizes["attention.query.weight"] == sizes["attention.value.weight"] == (8, 32)
     assert (sizes["attention.output.weight"], sizes["mlp.up.weight"]) == ((32, 8), (32, 32))
     assert [one["tensor"] for one in measure(recipe, [1, 4], [1])["layers"]] == [1, 4]

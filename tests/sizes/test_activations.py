@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from steelyard import model
 from steelyard.core.recipe import load_recipe
-from steelyard.model.language_model import LayerInputs
+from steelyard.model.transformer import LayerInputs
 from steelyard.parallel.activation_checkpoint import _policy
 from steelyard.sizes import activations
 from steelyard.sizes.activations import working_bytes
@@ -46,7 +46,8 @@ class Layers:
             self.model = model.build(recipe.model)
             model.init_weights(self.model, 0, 0.02, LAYERS)
             self.stream = torch.randn(BATCH, LENGTH, recipe.model.hidden, dtype=dtype, requires_grad=True)
-            self.context = LayerInputs(self.model.rotation(torch.arange(LENGTH)[None]))
+            rotations = self.model.rotations(torch.arange(LENGTH)[None])
+            self.context = LayerInputs(next(iter(rotations.values()), None))
             if recipe.model.dropout:
                 noise = torch.arange(BATCH), torch.arange(LENGTH)[None]
                 self.context = self.context._replace(sample_ids_B=noise[0], row_positions_BL=noise[1])

@@ -14,16 +14,20 @@ DISTILL = ("sparsity.distill=1.0", "sparsity.distill_temperature=2.0", "log.ever
 
 
 @pytest.mark.parametrize("rows_at_once", [2, 100])
-def test_the_divergence_and_its_gradient_are_those_of_the_formula(monkeypatch, rows_at_once: int):
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_the_divergence_and_its_gradient_are_those_of_the_formula(monkeypatch, rows_at_once: int, softcap):
     monkeypatch.setattr(distillation, "CHUNK_BYTES", rows_at_once * 4 * 11)
     torch.manual_seed(0)
     x, dense, head = (torch.randn(*size, dtype=torch.float64) for size in ((1, 7, 5), (1, 7, 5), (16, 5)))
     x.requires_grad_()
-    ours, theirs = ((each @ head[:11].t() / 2).log_softmax(-1) for each in (x, dense))
+    logits = [each @ head[:11].t() for each in (x, dense)]
+    if softcap is not None:
+        logits = [softcap * torch.tanh(each / softcap) for each in logits]
+    ours, theirs = ((each / 2).log_softmax(-1) for each in logits)
     expected = 4 * torch.nn.functional.kl_div(ours, theirs, log_target=True, reduction="sum")
     expected.backward()
     mine = x.detach().float().requires_grad_()
-    found = distillation.divergence(mine, dense.float(), head.float(), vocab=11, temperature=2.0)
+    found = distillation.divergence(mine, dense.float(), head.float(), vocab=11, temperature=2.0, softcap=softcap)
     found.backward()
     assert found.item() == pytest.approx(expected.item(), rel=1e-5)
     assert torch.allclose(mine.grad.double(), x.grad, atol=1e-5)

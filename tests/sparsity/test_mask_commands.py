@@ -6,7 +6,7 @@ import torch
 from steelyard.checkpoint.formats import open_source
 from steelyard.checkpoint.formats.write import Target, convert
 from steelyard.checkpoint.formats.write_megatron import MegatronLayout
-from steelyard.core.recipe.model_section import LlamaConfig
+from steelyard.core.recipe.families.llama import LlamaConfig
 from steelyard.text import tokenizer as tokenizers
 from tests.checkpoint.models import assert_equal
 from tests.sparsity.small import LENGTH, SAMPLES, Held, answer, write_text, written

@@ -14,7 +14,7 @@ from steelyard import checkpoint, model
 from steelyard.checkpoint.formats import open_source
 from steelyard.checkpoint.formats.write_megatron import MegatronLayout
 from steelyard.core.errors import UserError
-from steelyard.core.recipe.model_section import LlamaConfig
+from steelyard.core.recipe.families.llama import LlamaConfig
 from steelyard.core.recipe.sparsity_section import SparsitySection
 from steelyard.core.run import Run
 from steelyard.sparsity import gumbel, mask_file, masked_linear

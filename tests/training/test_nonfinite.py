@@ -14,7 +14,7 @@ from steelyard.checkpoint.formats import open_source
 from steelyard.checkpoint.formats.write import Target, convert
 from steelyard.core.errors import RuntimeFailure, UserError
 from steelyard.core.recipe import load_recipe
-from steelyard.core.recipe.model_section import LlamaConfig
+from steelyard.core.recipe.families.llama import LlamaConfig
 from steelyard.core.run import Run
 from steelyard.evaluate import perplexity
 from steelyard.text import tokenizer as tokenizers

@@ -7,7 +7,7 @@ import pytest
 
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import load_recipe
-from steelyard.core.recipe.model_section import LlamaConfig
+from steelyard.core.recipe.families.llama import LlamaConfig
 from steelyard.sizes.gpu_catalogue import GIB
 from steelyard.sizes.memory import memory_of
 from steelyard.sizes.param_count import parameters
@@ -106,6 +106,7 @@ def text(workplace):
     return folder
 
 
+@pytest.mark.slow
 def test_the_printed_commands_train_a_model_and_nothing_is_overwritten(workplace, text):
     made = carried_out(workplace, "--hours", "1e-6")
     assert (workplace.path / "runs" / "pretrain" / "report.html").is_file()

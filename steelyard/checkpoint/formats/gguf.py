@@ -29,8 +29,9 @@ from steelyard.checkpoint.formats.key_mapping import Entry, gguf_llama
 from steelyard.checkpoint.formats.mapped_tensors import Mapped, Store
 from steelyard.checkpoint.formats.source import first_problem
 from steelyard.core.errors import CorruptFileError, UserError
-from steelyard.core.recipe.model_section import LlamaConfig, RopeScaling
-from steelyard.model.llama import scaled
+from steelyard.core.recipe.families.llama import LlamaConfig
+from steelyard.core.recipe.rope_scaling import RopeScaling
+from steelyard.model.rope import scaled
 from steelyard.text.tokenizer import Tokenizer
 
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}

@@ -18,10 +18,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from steelyard.core.recipe.model_section import GptConfig, LlamaConfig
+from steelyard.core.recipe.hf_fields import HfKeys
+from steelyard.core.recipe.model_section import ModelConfig
 
-Config = GptConfig | LlamaConfig
 Join = Literal["rows", "turned", "groups", "rotated"]
+PARAMS = ("weight", "bias", "offset")
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Entry:
     layer: int | None = None
 
 
-def joined(entry: Entry, parts: list[Tensor], config: Config) -> Tensor:
+def joined(entry: Entry, parts: list[Tensor], config: ModelConfig) -> Tensor:
     """Join our tensors into theirs."""
     if entry.join == "groups":
         groups, head = groups_of(config), _head_dim(config)
@@ -48,7 +49,7 @@ def joined(entry: Entry, parts: list[Tensor], config: Config) -> Tensor:
     return whole.t() if entry.join == "turned" and whole.ndim == 2 else whole
 
 
-def taken_apart(entry: Entry, whole: Tensor, config: Config) -> list[Tensor]:
+def taken_apart(entry: Entry, whole: Tensor, config: ModelConfig) -> list[Tensor]:
     """Split their tensor into ours."""
     if entry.join == "groups":
         groups, head = groups_of(config), _head_dim(config)
@@ -69,7 +70,7 @@ def theirs_size(entry: Entry, sizes: dict[str, tuple[int, ...]]) -> tuple[int, .
     return whole[::-1] if entry.join == "turned" else whole
 
 
-def ours_sizes(entry: Entry, size: tuple[int, ...], config: Config) -> list[tuple[int, ...]]:
+def ours_sizes(entry: Entry, size: tuple[int, ...], config: ModelConfig) -> list[tuple[int, ...]]:
     """The sizes of our tensors, given the size of theirs, which may be wrong."""
     if entry.join == "turned":
         size = size[::-1]
@@ -84,115 +85,85 @@ def ours_sizes(entry: Entry, size: tuple[int, ...], config: Config) -> list[tupl
     return [(size[0] // sum(shares) * share, *size[1:]) for share in shares]
 
 
-def groups_of(config: Config) -> int:
+def groups_of(config: ModelConfig) -> int:
     """The number of key-value heads, each of which is shared by a group of query heads."""
-    return config.heads if isinstance(config, GptConfig) else config.kv_heads
+    return config.blocks.layers[0].attention.kv_heads
 
 
-def _head_dim(config: Config) -> int:
-    return config.hidden // config.heads if isinstance(config, GptConfig) else config.head_dim
+def _head_dim(config: ModelConfig) -> int:
+    return config.blocks.layers[0].attention.head_dim
 
 
 ATTENTION = ("query", "key", "value")
-# The modules of a layer: our name, then theirs.
-HF_LLAMA = {
-    "attention_norm": "input_layernorm", "attention.query": "self_attn.q_proj", "attention.key": "self_attn.k_proj",
-    "attention.value": "self_attn.v_proj", "attention.output": "self_attn.o_proj",
-    "mlp_norm": "post_attention_layernorm", "mlp.gate": "mlp.gate_proj", "mlp.up": "mlp.up_proj",
-    "mlp.down": "mlp.down_proj",
-}  # fmt: skip
-GGUF_LLAMA = {
-    "attention_norm": "attn_norm", "attention.query": "attn_q", "attention.key": "attn_k", "attention.value": "attn_v",
-    "attention.output": "attn_output", "mlp_norm": "ffn_norm", "mlp.gate": "ffn_gate", "mlp.up": "ffn_up",
-    "mlp.down": "ffn_down",
-}  # fmt: skip
+GGUF_LLAMA = HfKeys(
+    {
+        "attention_norm": "attn_norm", "attention.query": "attn_q", "attention.key": "attn_k",
+        "attention.value": "attn_v", "attention.output": "attn_output", "mlp_norm": "ffn_norm", "mlp.gate": "ffn_gate",
+        "mlp.up": "ffn_up", "mlp.down": "ffn_down",
+    },
+    embed="token_embd", norm="output_norm", head="output", layer="blk.{}.",
+)  # fmt: skip
 
 
-def hugging_face(config: Config) -> list[Entry]:
-    """The tensors of `LlamaForCausalLM` and similar classes, or of `GPT2LMHeadModel`."""
-    return _gpt2(config) if isinstance(config, GptConfig) else _llama(config, HF_LLAMA, "model.layers.{}.", "model.")
-
-
-def _llama(config: LlamaConfig, table: dict[str, str], layer_prefix: str, prefix: str) -> list[Entry]:
-    entries = [Entry(f"{prefix}embed_tokens.weight", ("embed.weight",))]
-    for number in range(config.layers):
-        for ours, theirs in table.items():
-            kinds = (
-                ("weight", "bias") if config.qkv_bias and ours.removeprefix("attention.") in ATTENTION else ("weight",)
-            )
-            entries += [
-                Entry(
-                    f"{layer_prefix.format(number)}{theirs}.{kind}", (f"layers.{number}.{ours}.{kind}",), layer=number
+def hugging_face(config: ModelConfig, keys: HfKeys | None = None) -> list[Entry]:
+    """The tensors of the family's class in `transformers`, or those of other names for the same modules."""
+    keys, blocks = keys or config.hf_keys, config.blocks
+    entries = [Entry(f"{keys.embed}.weight", ("embed.weight",))]
+    if keys.positions is not None:
+        entries.append(Entry(f"{keys.positions}.weight", ("positions.weight",)))
+    for number, layer in enumerate(blocks.layers):
+        params = layer.params()
+        for ours, theirs in keys.modules.items():
+            parent, _, parts = ours.rpartition(".")
+            modules = [f"{parent}.{part}".lstrip(".") for part in parts.split("+")]
+            join: Join = "turned" if keys.transposed and "norm" not in ours else "rows"
+            for name in [name for name in PARAMS if f"{modules[0]}.{name}" in params]:
+                entry = f"{keys.layer.format(number)}{theirs}.{keys.params.get(name, name)}"
+                entries.append(
+                    Entry(entry, tuple(f"layers.{number}.{each}.{name}" for each in modules), join, layer=number)
                 )
-                for kind in kinds
-            ]
-    entries.append(Entry(f"{prefix}norm.weight", ("norm.weight",)))
-    return entries + ([] if config.tied else [Entry("lm_head.weight", ("head.weight",))])
+    entries += [Entry(f"{keys.norm}.{keys.params.get(name, name)}", (f"norm.{name}",)) for name in blocks.norm.params()]
+    return entries + ([] if config.tied else [Entry(f"{keys.head}.weight", ("head.weight",))])
 
 
-def gguf_llama(config: LlamaConfig, rotated: bool) -> list[Entry]:
+def gguf_llama(config: ModelConfig, rotated: bool) -> list[Entry]:
     """The tensors of llama.cpp; its `llama` architecture stores queries and keys in another rotary layout."""
-    names = {
-        "model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight",
-        "lm_head.weight": "output.weight",
-    }  # fmt: skip
     turned = (".attn_q.", ".attn_k.") if rotated else ()
     return [
-        replace(
-            entry,
-            name=names.get(entry.name, entry.name),
-            join="rotated" if any(part in entry.name for part in turned) else "rows",
-        )
-        for entry in _llama(config, GGUF_LLAMA, "blk.{}.", "model.")
+        replace(entry, join="rotated" if any(part in entry.name for part in turned) else "rows")
+        for entry in hugging_face(config, GGUF_LLAMA)
     ]
 
 
-def _gpt2(config: GptConfig) -> list[Entry]:
-    entries = [
-        Entry("transformer.wte.weight", ("embed.weight",)),
-        Entry("transformer.wpe.weight", ("positions.weight",)),
-    ]
-    for number in range(config.layers):
-        ours, theirs = f"layers.{number}.", f"transformer.h.{number}."
-        for kind in ("weight", "bias"):
-            fused = tuple(f"{ours}attention.{part}.{kind}" for part in ATTENTION)
-            entries += [
-                Entry(f"{theirs}ln_1.{kind}", (f"{ours}attention_norm.{kind}",), layer=number),
-                Entry(f"{theirs}attn.c_attn.{kind}", fused, "turned", layer=number),
-                Entry(f"{theirs}attn.c_proj.{kind}", (f"{ours}attention.output.{kind}",), "turned", layer=number),
-                Entry(f"{theirs}ln_2.{kind}", (f"{ours}mlp_norm.{kind}",), layer=number),
-                Entry(f"{theirs}mlp.c_fc.{kind}", (f"{ours}mlp.up.{kind}",), "turned", layer=number),
-                Entry(f"{theirs}mlp.c_proj.{kind}", (f"{ours}mlp.down.{kind}",), "turned", layer=number),
-            ]
-    entries += [Entry(f"transformer.ln_f.{kind}", (f"norm.{kind}",)) for kind in ("weight", "bias")]
-    return entries + ([] if config.tied else [Entry("lm_head.weight", ("head.weight",))])
-
-
-def megatron(config: Config) -> list[Entry]:
+def megatron(config: ModelConfig) -> list[Entry]:
     """The tensors of megatron-core's `GPTModel`, by the names of its local layers."""
-    is_gpt = isinstance(config, GptConfig)
-    has_qkv_bias = isinstance(config, GptConfig) or config.qkv_bias
-    kinds = ("weight", "bias") if is_gpt else ("weight",)
-    qkv_kinds = ("weight", "bias") if has_qkv_bias else ("weight",)
+    blocks = config.blocks
     entries = [Entry("embedding.word_embeddings.weight", ("embed.weight",), cut=0)]
-    if is_gpt:
+    if blocks.positions is not None:
         entries.append(Entry("embedding.position_embeddings.weight", ("positions.weight",)))
-    for n in range(config.layers):
-        ours, theirs = f"layers.{n}.", f"decoder.layers.{n}."
-        for kind in qkv_kinds:
+    for n, layer in enumerate(blocks.layers):
+        ours, theirs, attention, mlp = f"layers.{n}.", f"decoder.layers.{n}.", layer.attention, layer.mlp
+        for kind in ("weight", "bias") if attention.qkv_bias else ("weight",):
             qkv = tuple(f"{ours}attention.{part}.{kind}" for part in ATTENTION)
             entries.append(Entry(f"{theirs}self_attention.linear_qkv.{kind}", qkv, "groups", 0, n))
-        for kind in kinds:
-            fc1 = tuple(f"{ours}mlp.{part}.{kind}" for part in (("up",) if is_gpt else ("gate", "up")))
+        for kind in ("weight", "bias") if attention.output_bias else ("weight",):
+            across = 1 if kind == "weight" else None
+            output = (f"{ours}attention.output.{kind}",)
+            entries.append(Entry(f"{theirs}self_attention.linear_proj.{kind}", output, "rows", across, n))
+        for norm in attention.norms():
+            name = f"{theirs}self_attention.{norm[0]}_layernorm.weight"
+            entries.append(Entry(name, (f"{ours}attention.{norm}.weight",), layer=n))
+        for kind in ("weight", "bias") if mlp.bias else ("weight",):
+            fc1 = tuple(f"{ours}mlp.{part}.{kind}" for part in (("gate", "up") if mlp.gated else ("up",)))
             across = 1 if kind == "weight" else None
             entries += [
-                Entry(f"{theirs}input_layernorm.{kind}", (f"{ours}attention_norm.{kind}",), layer=n),
-                Entry(
-                    f"{theirs}self_attention.linear_proj.{kind}", (f"{ours}attention.output.{kind}",), "rows", across, n
-                ),
-                Entry(f"{theirs}pre_mlp_layernorm.{kind}", (f"{ours}mlp_norm.{kind}",), layer=n),
                 Entry(f"{theirs}mlp.linear_fc1.{kind}", fc1, "rows", 0, n),
                 Entry(f"{theirs}mlp.linear_fc2.{kind}", (f"{ours}mlp.down.{kind}",), "rows", across, n),
             ]
-    entries += [Entry(f"decoder.final_layernorm.{kind}", (f"norm.{kind}",)) for kind in kinds]
+        for kind in layer.norm.params():
+            entries += [
+                Entry(f"{theirs}input_layernorm.{kind}", (f"{ours}attention_norm.{kind}",), layer=n),
+                Entry(f"{theirs}pre_mlp_layernorm.{kind}", (f"{ours}mlp_norm.{kind}",), layer=n),
+            ]
+    entries += [Entry(f"decoder.final_layernorm.{kind}", (f"norm.{kind}",)) for kind in blocks.norm.params()]
     return entries + ([] if config.tied else [Entry("output_layer.weight", ("head.weight",), cut=0)])

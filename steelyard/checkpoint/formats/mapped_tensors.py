@@ -13,7 +13,7 @@ from steelyard.checkpoint.finite import refuse_nonfinite
 from steelyard.checkpoint.formats.key_mapping import Entry, ours_sizes, taken_apart, theirs_size
 from steelyard.checkpoint.formats.source import DTYPES, TABLES, CheckpointSource, StoredTensor, padded
 from steelyard.core.errors import CorruptFileError, UserError
-from steelyard.core.recipe.model_section import GptConfig, LlamaConfig
+from steelyard.core.recipe.model_section import ModelConfig
 
 
 class Store(ABC):
@@ -36,7 +36,7 @@ class Mapped(CheckpointSource):
     """A store, and the entries that map its tensors to ours."""
 
     def __init__(
-        self, format_: str, path: Path, config: GptConfig | LlamaConfig, store: Store, entries: list[Entry],
+        self, format_: str, path: Path, config: ModelConfig, store: Store, entries: list[Entry],
         layout: dict[str, Any],
     ) -> None:  # fmt: skip
         self.format, self.path, self.config, self.layout = format_, path, config, layout

@@ -21,7 +21,7 @@ from steelyard.checkpoint.formats.mapped_tensors import Mapped, Store
 from steelyard.checkpoint.formats.megatron_args import NOT_WEIGHTS, renamed
 from steelyard.core.console import console
 from steelyard.core.errors import UserError
-from steelyard.core.recipe.model_section import GptConfig, LlamaConfig
+from steelyard.core.recipe.model_section import ModelConfig
 
 RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
 FILES = ("model_optim_rng.pt", "model_rng.pt")
@@ -124,7 +124,7 @@ def weights(model: Any) -> dict[str, Tensor]:
 class Ranks(Store):
     """Tensors as shards of the tensor ranks."""
 
-    def __init__(self, pieces: Pieces, config: GptConfig | LlamaConfig, version: float) -> None:
+    def __init__(self, pieces: Pieces, config: ModelConfig, version: float) -> None:
         if config.tied:
             pieces.pop("output_layer.weight", None)
         self.pieces, self.config, self.version = pieces, config, version

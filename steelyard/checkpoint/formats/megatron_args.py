@@ -17,9 +17,11 @@ from pydantic import ValidationError
 from steelyard.checkpoint.formats.hf_config import positions_of
 from steelyard.checkpoint.formats.source import first_problem
 from steelyard.core.errors import UserError
-from steelyard.core.recipe.model_section import GptConfig, LlamaConfig, RopeScaling
+from steelyard.core.recipe.families.gpt import GptConfig
+from steelyard.core.recipe.families.llama import LlamaConfig
+from steelyard.core.recipe.model_section import ModelConfig
+from steelyard.core.recipe.rope_scaling import RopeScaling
 
-Config = GptConfig | LlamaConfig
 LATEST = "latest_checkpointed_iteration.txt"
 # Applied in order, oldest first. Transformer Engine stores a norm in the linear layer that follows it.
 RENAMED = (
@@ -65,13 +67,16 @@ def iteration_folder(path: Path) -> tuple[Path, Path]:
     return path / ("release" if text == "release" else f"iter_{int(text):07d}"), path
 
 
-def config_from_args(args: dict[str, Any], where: str) -> Config:
+def config_from_args(args: dict[str, Any], where: str) -> ModelConfig:
     """The config of the model that was trained with these args."""
     if not args:
         raise UserError("it has no args, which describe the model", where=where)
     for key, what in REFUSED.items():
         if args.get(key):
             raise UserError(f"{what} ({key} = {args[key]}) are not supported", where=where)
+    if args.get("rotary_seq_len_interpolation_factor") not in (1, 1.0, None):
+        factor = args["rotary_seq_len_interpolation_factor"]
+        raise UserError(f"position interpolation by {factor} is not supported", where=where)
     if args.get("rotary_percent", 1.0) not in (1, 1.0, None):
         raise UserError(f"rotary_percent is {args['rotary_percent']}, but only 1 is supported", where=where)
     kind = args.get("position_embedding_type")
@@ -85,7 +90,7 @@ def config_from_args(args: dict[str, Any], where: str) -> Config:
                 f"{key} is {args[key]} with {positions} positions, which is neither GPT nor Llama", where=where
             )
     try:
-        config: Config = _llama(args) if is_rope else _gpt(args)
+        config: ModelConfig = _llama(args) if is_rope else _gpt(args)
     except KeyError as error:
         raise UserError(f"{error} is missing in its args", where=where) from None
     except (ValidationError, TypeError, ValueError) as error:
@@ -141,10 +146,23 @@ def padded_rows(vocab: int, tensor: int, multiple: int = 128) -> int:
     return math.ceil(vocab / step) * step
 
 
+def refuse_to_write(config: ModelConfig) -> None:
+    """Raise if Megatron's args cannot describe a model."""
+    what = None if isinstance(config, GptConfig | LlamaConfig) else f"the family {config.family}"
+    if isinstance(config, LlamaConfig):
+        if config.window is not None:
+            what = "sliding windows"
+        elif config.rope_scaling is not None and config.rope_scaling.kind != "llama3":
+            what = f"RoPE scaling of the kind {config.rope_scaling.kind}"
+    if what is not None:
+        raise UserError(f"{what} cannot be written for Megatron", hint="write --to hf or --to steelyard")
+
+
 def args_of(
-    config: Config, dtype: torch.dtype, extra: dict[str, Any], tensor: int, pipeline: int, engine: bool
+    config: ModelConfig, dtype: torch.dtype, extra: dict[str, Any], tensor: int, pipeline: int, engine: bool
 ) -> argparse.Namespace:
     """The args to save with a checkpoint of this config, by Megatron's names."""
+    refuse_to_write(config)
     positions = positions_of(config, extra)
     args: dict[str, Any] = {
         "num_layers": config.layers, "hidden_size": config.hidden, "num_attention_heads": config.heads,
@@ -167,6 +185,7 @@ def args_of(
             "group_query_attention": False, "num_query_groups": 1,
         }  # fmt: skip
         return argparse.Namespace(**args)
+    assert isinstance(config, LlamaConfig)
     scaling = config.rope_scaling
     args |= {
         "position_embedding_type": "rope", "use_rotary_position_embeddings": True, "rotary_percent": 1.0,

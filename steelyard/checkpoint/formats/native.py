@@ -15,7 +15,7 @@ from steelyard.checkpoint.formats.mapped_tensors import widest
 from steelyard.checkpoint.formats.source import CheckpointSource, first_problem, is_own
 from steelyard.checkpoint.sharded_tensor import TensorShard
 from steelyard.core.errors import UserError
-from steelyard.core.recipe.model_section import Model
+from steelyard.core.recipe.families import Model
 
 PREFIX = "model."
 TOKENIZER = "tokenizer"

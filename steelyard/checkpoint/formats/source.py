@@ -22,7 +22,7 @@ from steelyard.checkpoint.folder import STATE
 from steelyard.checkpoint.sharded_tensor import TensorShard
 from steelyard.core.console import console
 from steelyard.core.errors import SteelyardError, UserError
-from steelyard.core.recipe.model_section import GptConfig, LlamaConfig
+from steelyard.core.recipe.model_section import ModelConfig
 from steelyard.core.run import MANIFEST
 from steelyard.model import LanguageModel
 from steelyard.text import tokenizer as tokenizers
@@ -34,8 +34,8 @@ KNOWN = (
     "a Hugging Face folder, a GGUF file, a Megatron checkpoint (torch or torch_dist), a Megatron-DeepSpeed global_step "
     "folder, a Steelyard run or checkpoint, a folder that export-sparse wrote, or a name on the hub (user/model)"
 )
-# Settings that change what weights of the same size compute.
-ARITHMETIC = ("heads", "kv_heads", "rope_theta", "rope_scaling", "norm_eps")
+# Settings that do not change what weights compute, or that are checked by sizes.
+NOT_COMPARED = {"vocab", "vocab_multiple", "init_std", "dropout", "attention_dropout"}
 TABLES = ("embed.weight", "head.weight")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -54,7 +54,7 @@ class CheckpointSource(ABC):
     format: str
     """hf, gguf, megatron, megatron-dist, deepspeed, compressed or steelyard."""
     path: Path
-    config: GptConfig | LlamaConfig
+    config: ModelConfig
     dtype: torch.dtype
     """The narrowest dtype that represents every tensor exactly."""
     step: int | None = None
@@ -124,10 +124,15 @@ def load_into(source: CheckpointSource, network: LanguageModel) -> None:
             parameter.copy_(source.tensor(name))
 
 
-def load_shards(source: CheckpointSource, pieces: Mapping[str, TensorShard], config: GptConfig | LlamaConfig) -> None:
+def load_shards(source: CheckpointSource, pieces: Mapping[str, TensorShard], config: ModelConfig) -> None:
     """Load a rank's shards of a model of the given config. Their names are `model.<name>`."""
     check(source, config)
-    for key in ARITHMETIC:
+    if source.config.family != config.family:
+        raise UserError(
+            f"{source.path} is a model of the family {source.config.family}, but model.family is {config.family}",
+            hint=f'set model.family = "{source.config.family}"',
+        )
+    for key in type(config).model_fields.keys() - NOT_COMPARED:
         value = getattr(source.config, key, None)
         if value != getattr(config, key, value):
             console.warn(f"model.{key} is {getattr(config, key)}, but {value} in {source.path}")
@@ -144,7 +149,7 @@ def load_shards(source: CheckpointSource, pieces: Mapping[str, TensorShard], con
         piece.tensor.copy_(whole)
 
 
-def check(source: CheckpointSource, config: GptConfig | LlamaConfig, wanted: Iterable[str] | None = None) -> None:
+def check(source: CheckpointSource, config: ModelConfig, wanted: Iterable[str] | None = None) -> None:
     """Raise if the tensors of a source do not fit a model of this config."""
     if holds_adapters(source):
         raise UserError(
@@ -161,9 +166,7 @@ def holds_adapters(source: CheckpointSource) -> bool:
     return any(name.endswith(".adapter_in") for name in source.names())
 
 
-def misfits(
-    source: CheckpointSource, config: GptConfig | LlamaConfig, wanted: Iterable[str] | None = None
-) -> list[str]:
+def misfits(source: CheckpointSource, config: ModelConfig, wanted: Iterable[str] | None = None) -> list[str]:
     """One line for each tensor that is missing, unknown or of another size than in a model of this config."""
     expected, found = expected_sizes(config), source.sizes()
     wrong = [f"{name}: unknown" for name in found if name not in expected]
@@ -179,18 +182,18 @@ def misfits(
     return wrong
 
 
-def expected_sizes(config: GptConfig | LlamaConfig) -> dict[str, tuple[int, ...]]:
+def expected_sizes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The size of each parameter of a model of this config, by name."""
     with torch.device("meta"):
         return {name: tuple(parameter.shape) for name, parameter in model.build(config).named_parameters()}
 
 
-def _is_padded(found: tuple[int, ...] | None, size: tuple[int, ...], config: GptConfig | LlamaConfig) -> bool:
+def _is_padded(found: tuple[int, ...] | None, size: tuple[int, ...], config: ModelConfig) -> bool:
     """Whether this is an embedding or head with more or less padding than ours."""
     return found is not None and size[0] == config.padded_vocab and found[1:] == size[1:] and found[0] >= config.vocab
 
 
-def padded(table: Tensor, config: GptConfig | LlamaConfig) -> Tensor:
+def padded(table: Tensor, config: ModelConfig) -> Tensor:
     """An embedding or head, padded or truncated to `config.padded_vocab` rows."""
     rows = config.padded_vocab
     if len(table) >= rows:

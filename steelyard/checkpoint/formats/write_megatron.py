@@ -24,7 +24,7 @@ from steelyard.checkpoint.formats.safetensors import write_tensor
 from steelyard.checkpoint.sharded_tensor import LazyTensor
 from steelyard.core import files
 from steelyard.core.errors import UserError
-from steelyard.core.recipe.model_section import GptConfig, LlamaConfig
+from steelyard.core.recipe.model_section import ModelConfig
 
 if TYPE_CHECKING:
     from steelyard.checkpoint.formats.write import Supply
@@ -47,7 +47,7 @@ class MegatronLayout:
     partition: tuple[int, ...] | None = None
     engine: bool = False
 
-    def stages(self, config: GptConfig | LlamaConfig) -> list[range]:
+    def stages(self, config: ModelConfig) -> list[range]:
         """The layers of each pipeline stage."""
         counts = self.partition or (config.layers // self.pipeline,) * self.pipeline
         if len(counts) != self.pipeline or sum(counts) != config.layers:
@@ -59,7 +59,7 @@ class MegatronLayout:
         starts = [sum(counts[:stage]) for stage in range(self.pipeline)]
         return [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
 
-    def check(self, config: GptConfig | LlamaConfig) -> None:
+    def check(self, config: ModelConfig) -> None:
         """Raise if the tensor parallel size does not divide heads, key-value heads and MLP width."""
         groups = groups_of(config)
         for what, number in (("key-value heads", groups), ("heads", config.heads), ("MLP columns (ffn)", config.ffn)):

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from steelyard.core.errors import UserError
+from steelyard.core.recipe.families import FAMILIES
 from steelyard.core.recipe.recipe import Recipe
 from steelyard.core.recipe.renamed_keys import is_own, migrate_values, renamed
 from steelyard.core.recipe.site_section import SiteSection
@@ -210,7 +211,7 @@ def _problems(detail: ErrorDetails, values: dict[str, Any], section: type[BaseMo
         needs = "a model needs at least family, layers, hidden, heads and vocab" if key.startswith("model") else ""
         yield key, "is missing", needs
     elif kind in ("union_tag_invalid", "union_tag_not_found"):
-        yield f"{key}.family", "must be one of gpt, llama", ""
+        yield f"{key}.family", f"must be one of {', '.join(FAMILIES)}", ""
     elif kind in ("model_type", "model_attributes_type"):
         yield key, f"must be a table, not {_shown(detail['input'])}", ""
     elif kind == "string_pattern_mismatch":
@@ -269,11 +270,8 @@ def _is_section(annotation: Any) -> bool:
 
 
 def _of_another_family(name: str, family: Any) -> bool:
-    from steelyard.core.recipe.model_section import GptConfig, LlamaConfig
-
-    fields = {"gpt": set(GptConfig.model_fields), "llama": set(LlamaConfig.model_fields)}.get(family)
     section, _, key = name.partition(".")
-    return section == "model" and fields is not None and key.partition(".")[0] not in fields
+    return section == "model" and family in FAMILIES and key.partition(".")[0] not in FAMILIES[family].model_fields
 
 
 def _shown(value: Any) -> str:

@@ -1,26 +1,36 @@
-"""`[model]`: the sizes of the model. Each family has its own keys; presets are recipes, not code."""
+"""`[model]`: the sizes of the model. Each family has its own keys (`families/`); presets are recipes, not code."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field, PositiveFloat, model_validator
 
+from steelyard.core.recipe.blocks import PRE_NORM, AttentionBlock, LayerBlock, MlpBlock, ModelBlocks, NormBlock, Rope
+from steelyard.core.recipe.hf_fields import LLAMA_MODULES, HfFields, HfKeys
+from steelyard.core.recipe.rope_scaling import RopeScaling, Rows
 from steelyard.core.recipe.section import Section, contradiction
 
 Share = Annotated[float, Field(ge=0, lt=1)]
 # No model is larger. The product of any two sizes fits in 64 bits, and this many layers are built in a few seconds.
-Stretch = Annotated[float, Field(gt=0, le=10**6)]
 Layers = Annotated[int, Field(gt=0, le=4_000)]
 Heads = Annotated[int, Field(gt=0, le=10**5)]
 Width = Annotated[int, Field(gt=0, le=10**6)]
 InnerWidth = Annotated[int, Field(gt=0, le=10**7)]
-Rows = Annotated[int, Field(gt=0, le=10**8)]
 
 
 class ModelConfig(Section):
     """Keys of every family."""
 
+    architectures: ClassVar[tuple[str, ...]] = ()
+    """Classes of `transformers`."""
+    model_types: ClassVar[tuple[str, ...]] = ()
+    """The `model_type` of each."""
+    hf_keys: ClassVar[HfKeys] = HfKeys(LLAMA_MODULES)
+
+    family: str
     layers: Layers
     hidden: Width
     heads: Heads
@@ -31,50 +41,69 @@ class ModelConfig(Section):
     init_std: PositiveFloat = 0.02
     dropout: Share = Field(0.0, description="dropout of the embedding's and of each residual branch's outputs")
     attention_dropout: Share = Field(0.0, description="dropout of attention weights")
+    ffn: InnerWidth
+    tied: bool = False
+    norm_eps: PositiveFloat = 1e-5
 
     @property
     def padded_vocab(self) -> int:
         """Rows of the embedding table."""
         return -(-self.vocab // self.vocab_multiple) * self.vocab_multiple
 
+    @cached_property
+    def blocks(self) -> ModelBlocks:
+        """What the model consists of."""
+        layers: dict[LayerBlock, LayerBlock] = {}  # Equal layers are one object.
+        numbered = (self.layer(number) for number in range(self.layers))
+        return ModelBlocks(tuple(layers.setdefault(layer, layer) for layer in numbered), self.norm(), **self.ends())
 
-class GptConfig(ModelConfig):
-    """GPT-2 and GPT-3: learned positions, LayerNorm, GELU, biases."""
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        copied = super().model_copy(update=update, deep=deep)
+        copied.__dict__.pop("blocks", None)  # Pydantic copies cached properties too.
+        return copied
 
-    family: Literal["gpt"]
-    ffn: InnerWidth = Field(default_factory=lambda data: 4 * data["hidden"])
-    positions: Rows = Field(1024, description="rows of the learned position table")
-    tied: bool = True
-    norm_eps: PositiveFloat = 1e-5
+    def layer(self, number: int) -> LayerBlock:
+        """One layer."""
+        raise NotImplementedError
 
-    @model_validator(mode="after")
-    def _divides(self) -> GptConfig:
-        if self.hidden % self.heads:
-            raise _uneven("model.heads", f"{self.heads} heads", "model.hidden", self.hidden)
-        return self
+    @classmethod
+    def from_hf(cls, hf: HfFields) -> ModelConfig:
+        """The config of a config.json; `hf` checks afterwards that no setting was ignored."""
+        raise NotImplementedError
+
+    def to_hf(self, extra: dict[str, Any]) -> dict[str, Any]:
+        """The config.json, except for keys of every family. `extra` has what the config does not: `hf_config.py`."""
+        raise NotImplementedError
+
+    @classmethod
+    def architecture_of(cls, hf: Mapping[str, Any]) -> str | None:
+        """The class of `transformers` that a config.json names, directly or by its `model_type`."""
+        named = hf.get("architectures")
+        if isinstance(named, list) and named:
+            return str(named[0])
+        by_type = dict(zip(cls.model_types, cls.architectures, strict=True))
+        return by_type.get(str(hf.get("model_type")))
+
+    def norm(self) -> NormBlock:
+        """The norms of the residual stream."""
+        return NormBlock(self.hidden, self.norm_eps)
+
+    def ends(self) -> dict[str, Any]:
+        """Settings of `ModelBlocks` outside the layers."""
+        return {}
 
 
-class RopeScaling(Section):
-    """Llama 3's scaling of the RoPE frequencies for contexts longer than the original."""
+class RotaryConfig(ModelConfig):
+    """Keys of families with RMSNorm, gated MLP, RoPE and grouped-query attention."""
 
-    factor: Stretch = 8.0
-    low_freq_factor: Stretch = 1.0
-    high_freq_factor: Stretch = 4.0
-    original_positions: Rows = 8192
+    activation: ClassVar[Any] = "silu"
+    norm_places: ClassVar[tuple[str, ...]] = PRE_NORM
 
-
-class LlamaConfig(ModelConfig):
-    """Llama and similar models: RMSNorm, SwiGLU, RoPE, grouped-query attention."""
-
-    family: Literal["llama"]
-    ffn: InnerWidth = Field(default_factory=lambda data: _swiglu_width(data["hidden"]))
+    ffn: InnerWidth = Field(default_factory=lambda data: swiglu_width(data["hidden"]))
     kv_heads: Heads = Field(default_factory=lambda data: data["heads"])
     head_dim: Heads = Field(default_factory=lambda data: max(1, data["hidden"] // data["heads"]))
     rope_theta: PositiveFloat = 10000.0
     rope_scaling: RopeScaling | None = None
-    qkv_bias: bool = False
-    tied: bool = False
-    norm_eps: PositiveFloat = 1e-5
 
     @model_validator(mode="before")
     @classmethod
@@ -82,29 +111,42 @@ class LlamaConfig(ModelConfig):
         if isinstance(data, dict) and "head_dim" not in data:
             hidden, heads = data.get("hidden"), data.get("heads")
             if isinstance(hidden, int) and isinstance(heads, int) and heads > 0 and hidden % heads:
-                raise _uneven("model.heads", f"{heads} heads", "model.hidden", hidden)
+                raise uneven("model.heads", f"{heads} heads", "model.hidden", hidden)
         return data
 
     @model_validator(mode="after")
-    def _divides(self) -> LlamaConfig:
+    def _divides(self) -> RotaryConfig:
         if self.heads % self.kv_heads:
-            raise _uneven("model.kv_heads", f"{self.kv_heads} key-value heads", "model.heads", self.heads)
-        if self.head_dim % 2:
-            raise contradiction(
-                "model.head_dim",
-                f"{self.head_dim} is odd, but RoPE rotates pairs of dimensions",
-                "choose model.hidden and model.heads so that the head dimension is even",
-            )
+            raise uneven("model.kv_heads", f"{self.kv_heads} key-value heads", "model.heads", self.heads)
+        for rope in self.blocks.ropes():
+            if rope.scaling is not None and rope.scaling.kind == "yarn" and rope.theta <= 1:
+                raise contradiction("model.rope_theta", "must be above 1 for YaRN", "the usual value is 10000.0")
+            if rope.width % 2:
+                raise contradiction(
+                    "model.head_dim",
+                    f"{rope.width} is odd, but RoPE rotates pairs of dimensions",
+                    "choose model.hidden and model.heads so that the head dimension is even",
+                )
         return self
 
+    def layer(self, number: int) -> LayerBlock:
+        mlp = MlpBlock(self.hidden, self.ffn, self.activation)
+        return LayerBlock(self.attention(number), mlp, self.norm(), self.norm_places)
 
-Model = Annotated[GptConfig | LlamaConfig, Field(discriminator="family")]
+    def attention(self, number: int) -> AttentionBlock:
+        """The attention of one layer."""
+        return AttentionBlock(self.hidden, self.heads, self.kv_heads, self.head_dim, rope=self.rope())
+
+    def rope(self) -> Rope:
+        """Rotary positions of all dimensions of a head."""
+        return Rope(self.rope_theta, self.head_dim, self.rope_scaling)
 
 
-def _swiglu_width(hidden: int) -> int:
+def swiglu_width(hidden: int) -> int:
     """Two thirds of 4 x hidden, rounded up to a multiple of 256, as in Llama."""
     return -(-8 * hidden // 3 // 256) * 256
 
 
-def _uneven(key: str, part: str, whole_key: str, whole: int) -> Exception:
+def uneven(key: str, part: str, whole_key: str, whole: int) -> Exception:
+    """The error for heads that do not divide a size."""
     return contradiction(key, f"{part} do not divide {whole_key} = {whole}", f"choose a divisor of {whole}")

@@ -10,9 +10,9 @@ from steelyard.core.recipe import validators
 from steelyard.core.recipe.checkpoint_section import CheckpointSection
 from steelyard.core.recipe.data_section import DataSection
 from steelyard.core.recipe.eval_section import EvalSection
+from steelyard.core.recipe.families import Model
 from steelyard.core.recipe.finetune_section import FinetuneSection
 from steelyard.core.recipe.log_section import LogSection
-from steelyard.core.recipe.model_section import Model
 from steelyard.core.recipe.optim_section import OptimSection
 from steelyard.core.recipe.parallel_section import ParallelSection
 from steelyard.core.recipe.section import Section, refuse_secrets

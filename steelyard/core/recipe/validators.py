@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from steelyard.core.recipe.finetune_section import FinetuneSection
-from steelyard.core.recipe.model_section import GptConfig, LlamaConfig
+from steelyard.core.recipe.model_section import ModelConfig
 from steelyard.core.recipe.parallel_section import ParallelSection
 from steelyard.core.recipe.section import contradiction
 from steelyard.core.recipe.sparsity_section import SparsitySection
@@ -33,7 +33,7 @@ def validation_batches(global_batch: int) -> int:
     return min(10, -(-VALIDATION_SAMPLES // global_batch))
 
 
-def pipeline(model: GptConfig | LlamaConfig, parallel: ParallelSection, train: TrainSection) -> None:
+def pipeline(model: ModelConfig, parallel: ParallelSection, train: TrainSection) -> None:
     """The partition matches the model, and the schedule supports its stages."""
     partition, stages = parallel.partition, parallel.stages
     most = 2 * model.layers + 64  # Some may be empty; many more are a mistake.
@@ -76,14 +76,14 @@ def pipeline(model: GptConfig | LlamaConfig, parallel: ParallelSection, train: T
             )
 
 
-def tensor(model: GptConfig | LlamaConfig, parallel: ParallelSection, sequence_length: int) -> None:
+def tensor(model: ModelConfig, parallel: ParallelSection, sequence_length: int) -> None:
     """Heads, widths and sequences are divisible by the ranks that share them."""
     tensor_ranks = f"{parallel.tensor} ranks"
     shares = [
         ("parallel.tensor", tensor_ranks, name, size, parallel.tensor)
         for name, size in (
             ("model.heads", model.heads),
-            ("model.kv_heads", getattr(model, "kv_heads", model.heads)),
+            ("model.kv_heads", min(layer.attention.kv_heads for layer in model.blocks.layers)),
             ("model.ffn", model.ffn),
             ("the padded vocabulary", model.padded_vocab),
         )
@@ -102,6 +102,12 @@ def tensor(model: GptConfig | LlamaConfig, parallel: ParallelSection, sequence_l
         raise contradiction(
             "model.attention_dropout", "is not available with context parallelism", "set parallel.context to 1"
         )
+    attentions = {layer.attention for layer in model.blocks.layers}
+    if parallel.context > 1 and any(each.window is not None or each.softcap is not None for each in attentions):
+        raise contradiction(
+            "parallel.context", "sliding windows and soft caps are not available with context parallelism",
+            "set parallel.context to 1",
+        )  # fmt: skip
 
 
 def batch(train: TrainSection, parallel: ParallelSection) -> None:
@@ -128,18 +134,19 @@ def batch(train: TrainSection, parallel: ParallelSection) -> None:
         )
 
 
-def sequence(model: GptConfig | LlamaConfig, sequence_length: int) -> None:
+def sequence(model: ModelConfig, sequence_length: int) -> None:
     """The position table is at least as long as the sequences."""
-    if isinstance(model, GptConfig) and sequence_length > model.positions:
+    positions = model.blocks.positions
+    if positions is not None and sequence_length > positions:
         raise contradiction(
             "data.sequence_length",
-            f"{sequence_length} is longer than model.positions = {model.positions}",
+            f"{sequence_length} is longer than model.positions = {positions}",
             "decrease data.sequence_length or increase model.positions",
         )
 
 
 def base_precision(
-    model: GptConfig | LlamaConfig, finetune: FinetuneSection, parallel: ParallelSection, train: TrainSection
+    model: ModelConfig, finetune: FinetuneSection, parallel: ParallelSection, train: TrainSection
 ) -> None:
     """Quantized matrices are frozen below an adapter, and two 4-bit weights of a row share a byte on every rank."""
     key = "finetune.base_precision"
@@ -153,19 +160,17 @@ def base_precision(
         raise contradiction(key, "quantized weights cannot be trained", "add [finetune.adapter], or remove the key")
     if train.precision == "fp8":
         raise contradiction("train.precision", "quantized matrices do not support fp8 products", 'use "bf16"')
-    inner = model.heads * model.head_dim if isinstance(model, LlamaConfig) else model.hidden
+    inner = model.blocks.layers[0].attention.query_width
     widths = {"model.hidden": model.hidden, "the heads' width": inner // parallel.tensor}
     for name, width in (widths | {"model.ffn": model.ffn // parallel.tensor}).items():
         if finetune.base_precision == "nf4" and width % 2:
             raise contradiction(key, f"nf4 stores pairs of weights, but {name} on a rank is {width}", 'use "int8"')
 
 
-def sparsity(
-    model: GptConfig | LlamaConfig, sparsity: SparsitySection, parallel: ParallelSection, train: TrainSection
-) -> None:
+def sparsity(model: ModelConfig, sparsity: SparsitySection, parallel: ParallelSection, train: TrainSection) -> None:
     """Groups of weights divide the inputs of every matrix on every rank, and the method has its initial weights."""
     _, group = sparsity.kept_and_group
-    inner = model.heads * model.head_dim if isinstance(model, LlamaConfig) else model.hidden
+    inner = model.blocks.layers[0].attention.query_width
     # Tensor parallelism shards attention's output and the MLP's second projection along their inputs.
     widths = [("model.hidden", model.hidden, 1), ("the heads' width", inner, parallel.tensor)]
     for name, width, ranks in [*widths, ("model.ffn", model.ffn, parallel.tensor)]:

@@ -1,0 +1,46 @@
+"""Qwen3: Llama with an RMSNorm on every head of queries and keys."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, ClassVar, Literal
+
+from pydantic import PositiveFloat
+
+from steelyard.core.recipe.blocks import AttentionBlock, NormBlock
+from steelyard.core.recipe.hf_fields import HfFields
+from steelyard.core.recipe.hf_rotary import rotary_config, rotary_fields, window_of
+from steelyard.core.recipe.model_section import Heads, RotaryConfig
+from steelyard.core.recipe.rope_scaling import Rows
+
+
+class Qwen3Config(RotaryConfig):
+    """Qwen3: Llama with an RMSNorm on every head of queries and keys."""
+
+    architectures: ClassVar[tuple[str, ...]] = ("Qwen3ForCausalLM",)
+    model_types: ClassVar[tuple[str, ...]] = ("qwen3",)
+
+    family: Literal["qwen3"]
+    head_dim: Heads = 128
+    qkv_bias: bool = False
+    window: Rows | None = None
+    rope_theta: PositiveFloat = 1000000.0
+    norm_eps: PositiveFloat = 1e-6
+
+    def attention(self, number: int) -> AttentionBlock:
+        return replace(
+            super().attention(number), norm=NormBlock(self.head_dim, self.norm_eps), window=self.window,
+            qkv_bias=self.qkv_bias, output_bias=self.qkv_bias,
+        )  # fmt: skip
+
+    @classmethod
+    def from_hf(cls, hf: HfFields) -> Qwen3Config:
+        bias, window = hf.get("attention_bias", False), window_of(hf, uses=False)
+        return cls(family="qwen3", qkv_bias=bias, window=window, **rotary_fields(hf, head_dim=128))
+
+    def to_hf(self, extra: dict[str, Any]) -> dict[str, Any]:
+        window = {} if self.window is None else {"sliding_window": self.window, "max_window_layers": 0}
+        return {
+            "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", **rotary_config(self, extra),
+            "attention_bias": self.qkv_bias, "use_sliding_window": self.window is not None, **window,
+        }  # fmt: skip

@@ -1,0 +1,167 @@
+"""The modules of a transformer layer, built from its blocks (`core/recipe/blocks.py`).
+
+Tensor suffixes: B batch, L length, D hidden, H heads, K key-value heads, E head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from steelyard.core.recipe.blocks import (
+    ATTENTION_NORM,
+    ATTENTION_POST_NORM,
+    MLP_NORM,
+    MLP_POST_NORM,
+    AttentionBlock,
+    LayerBlock,
+    MlpBlock,
+    NormBlock,
+)  # fmt: skip
+from steelyard.model.attention import CuSeqlens, Scoring, attend, attend_dropping, rows_of
+from steelyard.model.dropout import Dropout
+from steelyard.model.kv_cache import LayerCache
+from steelyard.model.modules import LayerNorm, Linear, RmsNorm, at_positions
+from steelyard.model.rope import Rotation, apply_rope
+
+
+class LayerInputs(NamedTuple):
+    """The inputs of a layer other than the residual stream. The same for all layers, except where noted."""
+
+    rotation: Rotation | None = None
+    """Of this layer's rotary positions."""
+    mask: Tensor | CuSeqlens | None = None
+    sample_ids_B: Tensor | None = None
+    row_positions_BL: Tensor | None = None
+    cache: LayerCache | None = None
+    """The cache of this layer."""
+    loss_positions_BK: Tensor | None = None
+    """Set for the last layer only: after attention it computes only these positions."""
+
+
+def norm_of(block: NormBlock) -> nn.Module:
+    """The module of a norm."""
+    if block.kind == "layer":
+        return LayerNorm(block.width, block.eps)
+    return RmsNorm(block.width, block.eps, block.is_offset)
+
+
+class Attention(nn.Module):
+    """Causal attention in which groups of query heads may share one key and value head."""
+
+    output: Linear
+
+    def __init__(self, block: AttentionBlock, dropout: float) -> None:
+        super().__init__()
+        self.block = block
+        self.head_dim, self.heads = block.head_dim, range(block.heads)
+        self.dropout, self.salt = dropout, 0
+        self.scoring = Scoring(block.window, block.softcap, block.scale)
+        self.attend = attend
+        for name, (rows, columns) in block.matrices().items():
+            bias = block.output_bias if name == "output" else block.qkv_bias
+            self.add_module(name, Linear(columns, rows, bias=bias))
+        for name, norm in block.norms().items():
+            self.add_module(name, norm_of(norm))
+
+    def forward(self, x_BLD: Tensor, inputs: LayerInputs) -> Tensor:
+        query_BHLE, key_BKLE, value_BKLE = self._projected(x_BLD)
+        if inputs.rotation is not None:
+            query_BHLE, key_BKLE = apply_rope(query_BHLE, inputs.rotation), apply_rope(key_BKLE, inputs.rotation)
+        if inputs.cache is not None:
+            key_BKLE, value_BKLE = inputs.cache.extended(key_BKLE, value_BKLE)
+        qkv = query_BHLE, key_BKLE, value_BKLE
+        if self.dropout and self.training and inputs.sample_ids_B is not None and inputs.row_positions_BL is not None:
+            rows = rows_of(inputs.sample_ids_B, inputs.row_positions_BL, self.heads, self.salt)
+            attn_out_BHLE = attend_dropping(*qkv, inputs.mask, self.scoring, rows, self.dropout)
+        else:
+            attn_out_BHLE = self.attend(*qkv, inputs.mask, self.scoring)
+        output: Tensor = self.output(attn_out_BHLE.transpose(1, 2).flatten(-2))
+        return output
+
+    def _projected(self, x_BLD: Tensor) -> list[Tensor]:
+        """Queries, keys and values by head, normalized if the block has norms."""
+        projected = []
+        for name in ("query", "key", "value"):
+            x_BLF = self.get_submodule(name)(x_BLD)
+            norm = getattr(self, f"{name}_norm", None)
+            if norm is not None and not self.block.norms_heads:
+                x_BLF = norm(x_BLF)
+            x_BLHE = x_BLF.unflatten(-1, (-1, self.head_dim))
+            if norm is not None and self.block.norms_heads:
+                x_BLHE = norm(x_BLHE)
+            projected.append(x_BLHE.transpose(1, 2))
+        return projected
+
+
+class Mlp(nn.Module):
+    """Two projections with an activation between them, or three if it is gated."""
+
+    gate: Linear
+    up: Linear
+    down: Linear
+
+    def __init__(self, block: MlpBlock) -> None:
+        super().__init__()
+        self.block = block
+        for name, (rows, columns) in block.matrices().items():
+            self.add_module(name, Linear(columns, rows, bias=block.bias))
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        inner = (
+            self.activated(self.gate(x_BLD)) * self.up(x_BLD) if self.block.gated else self.activated(self.up(x_BLD))
+        )
+        output: Tensor = self.down(inner)
+        return output
+
+    def activated(self, x: Tensor) -> Tensor:
+        """SiLU, or GPT-2's approximation of GELU."""
+        return F.silu(x) if self.block.activation == "silu" else F.gelu(x, approximate="tanh")
+
+
+class TransformerLayer(nn.Module):
+    """Attention and MLP, each with its norms and added to the residual stream."""
+
+    recompute_fn: Callable[..., Tensor] | None = None
+    """Calls `compute` with activation checkpointing; set by `parallel/activation_checkpoint.py`."""
+    attention_norm: nn.Module | None
+    attention_post_norm: nn.Module | None
+    mlp_norm: nn.Module | None
+    mlp_post_norm: nn.Module | None
+
+    def __init__(self, block: LayerBlock, dropout: float, attention_dropout: float) -> None:
+        super().__init__()
+        norms = {place: norm_of(block.norm) for place in block.norm_places}
+        self.register_module(ATTENTION_NORM, norms.get(ATTENTION_NORM))
+        self.attention, self.attention_dropout = Attention(block.attention, attention_dropout), Dropout(dropout)
+        self.register_module(ATTENTION_POST_NORM, norms.get(ATTENTION_POST_NORM))
+        self.register_module(MLP_NORM, norms.get(MLP_NORM))
+        self.mlp, self.mlp_dropout = Mlp(block.mlp), Dropout(dropout)
+        self.register_module(MLP_POST_NORM, norms.get(MLP_POST_NORM))
+
+    def forward(self, x_BLD: Tensor, inputs: LayerInputs) -> Tensor:
+        if self.recompute_fn is None:
+            return self.compute(x_BLD, inputs)
+        return self.recompute_fn(self.compute, x_BLD, inputs)
+
+    def compute(self, x_BLD: Tensor, inputs: LayerInputs) -> Tensor:
+        """Compute the layer. With activation checkpointing the backward pass runs all of this again."""
+        dropout_keys = inputs.sample_ids_B, inputs.row_positions_BL
+        branch_BLD = self.attention(_normalized(self.attention_norm, x_BLD), inputs)
+        branch_BLD = _normalized(self.attention_post_norm, branch_BLD)
+        x_BLD = x_BLD + self.attention_dropout(branch_BLD, *dropout_keys)
+        if inputs.loss_positions_BK is not None:
+            x_BLD = at_positions(inputs.loss_positions_BK, x_BLD)
+        branch_BLD = _normalized(self.mlp_post_norm, self.mlp(_normalized(self.mlp_norm, x_BLD)))
+        x_BLD = x_BLD + self.mlp_dropout(branch_BLD, *dropout_keys)
+        return x_BLD
+
+
+def _normalized(norm: nn.Module | None, x: Tensor) -> Tensor:
+    if norm is None:
+        return x
+    normalized: Tensor = norm(x)
+    return normalized
