@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from steelyard.core.recipe.blocks import Rope
+from steelyard.core.recipe.blocks import ExpertsBlock, Rope
 from steelyard.core.recipe.model_section import ModelConfig
 from steelyard.model.attention import CuSeqlens, cu_seqlens_of, within_documents
 from steelyard.model.batch import Batch
@@ -150,4 +150,5 @@ class LanguageModel(nn.Module):
     def _can_select_early(self) -> bool:
         """Whether the last layer may compute loss positions alone: it is here, rows are whole, nothing is dropped."""
         is_here = self.head is not None and bool(self.layers)
-        return is_here and not self.config.dropout and not self.vocabulary.by_sequence
+        has_experts = isinstance(self.blocks.layers[-1].mlp, ExpertsBlock)  # They balance the load of whole sequences.
+        return is_here and not has_experts and not self.config.dropout and not self.vocabulary.by_sequence

@@ -6,10 +6,10 @@ Tensor suffixes: B batch, L length, D hidden, H heads, K key-value heads, E head
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from steelyard.core.recipe.blocks import (
     ATTENTION_NORM,
@@ -17,13 +17,15 @@ from steelyard.core.recipe.blocks import (
     MLP_NORM,
     MLP_POST_NORM,
     AttentionBlock,
+    ExpertsBlock,
     LayerBlock,
-    MlpBlock,
     NormBlock,
 )  # fmt: skip
 from steelyard.model.attention import CuSeqlens, Scoring, attend, attend_dropping, rows_of
 from steelyard.model.dropout import Dropout
+from steelyard.model.experts import Experts, RouterOutput, with_router_loss
 from steelyard.model.kv_cache import LayerCache
+from steelyard.model.mlp import Mlp
 from steelyard.model.modules import LayerNorm, Linear, RmsNorm, at_positions
 from steelyard.model.rope import Rotation, apply_rope
 
@@ -97,35 +99,10 @@ class Attention(nn.Module):
         return projected
 
 
-class Mlp(nn.Module):
-    """Two projections with an activation between them, or three if it is gated."""
-
-    gate: Linear
-    up: Linear
-    down: Linear
-
-    def __init__(self, block: MlpBlock) -> None:
-        super().__init__()
-        self.block = block
-        for name, (rows, columns) in block.matrices().items():
-            self.add_module(name, Linear(columns, rows, bias=block.bias))
-
-    def forward(self, x_BLD: Tensor) -> Tensor:
-        inner = (
-            self.activated(self.gate(x_BLD)) * self.up(x_BLD) if self.block.gated else self.activated(self.up(x_BLD))
-        )
-        output: Tensor = self.down(inner)
-        return output
-
-    def activated(self, x: Tensor) -> Tensor:
-        """SiLU, or GPT-2's approximation of GELU."""
-        return F.silu(x) if self.block.activation == "silu" else F.gelu(x, approximate="tanh")
-
-
 class TransformerLayer(nn.Module):
     """Attention and MLP, each with its norms and added to the residual stream."""
 
-    recompute_fn: Callable[..., Tensor] | None = None
+    recompute_fn: Callable[..., Any] | None = None
     """Calls `compute` with activation checkpointing; set by `parallel/activation_checkpoint.py`."""
     attention_norm: nn.Module | None
     attention_post_norm: nn.Module | None
@@ -139,15 +116,21 @@ class TransformerLayer(nn.Module):
         self.attention, self.attention_dropout = Attention(block.attention, attention_dropout), Dropout(dropout)
         self.register_module(ATTENTION_POST_NORM, norms.get(ATTENTION_POST_NORM))
         self.register_module(MLP_NORM, norms.get(MLP_NORM))
-        self.mlp, self.mlp_dropout = Mlp(block.mlp), Dropout(dropout)
+        self.mlp = Experts(block.mlp) if isinstance(block.mlp, ExpertsBlock) else Mlp(block.mlp)
+        self.mlp_dropout = Dropout(dropout)
         self.register_module(MLP_POST_NORM, norms.get(MLP_POST_NORM))
 
     def forward(self, x_BLD: Tensor, inputs: LayerInputs) -> Tensor:
-        if self.recompute_fn is None:
-            return self.compute(x_BLD, inputs)
-        return self.recompute_fn(self.compute, x_BLD, inputs)
+        computed = self.compute if self.recompute_fn is None else partial(self.recompute_fn, self.compute)
+        x_BLD, routed = computed(x_BLD, inputs)
+        if routed is None or not self.training:
+            return x_BLD
+        # Here, because recomputation would count a micro-batch twice.
+        assert isinstance(self.mlp, Experts)
+        self.mlp.stats.add_(routed.stats)
+        return with_router_loss(x_BLD, routed.loss, self.mlp.loss_scale)
 
-    def compute(self, x_BLD: Tensor, inputs: LayerInputs) -> Tensor:
+    def compute(self, x_BLD: Tensor, inputs: LayerInputs) -> tuple[Tensor, RouterOutput | None]:
         """Compute the layer. With activation checkpointing the backward pass runs all of this again."""
         dropout_keys = inputs.sample_ids_B, inputs.row_positions_BL
         branch_BLD = self.attention(_normalized(self.attention_norm, x_BLD), inputs)
@@ -155,9 +138,11 @@ class TransformerLayer(nn.Module):
         x_BLD = x_BLD + self.attention_dropout(branch_BLD, *dropout_keys)
         if inputs.loss_positions_BK is not None:
             x_BLD = at_positions(inputs.loss_positions_BK, x_BLD)
-        branch_BLD = _normalized(self.mlp_post_norm, self.mlp(_normalized(self.mlp_norm, x_BLD)))
-        x_BLD = x_BLD + self.mlp_dropout(branch_BLD, *dropout_keys)
-        return x_BLD
+        branch_BLD, routed = self.mlp(_normalized(self.mlp_norm, x_BLD)), None
+        if isinstance(self.mlp, Experts):
+            branch_BLD, routed = branch_BLD
+        x_BLD = x_BLD + self.mlp_dropout(_normalized(self.mlp_post_norm, branch_BLD), *dropout_keys)
+        return x_BLD, routed
 
 
 def _normalized(norm: nn.Module | None, x: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ SIZES = {
     "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 WIDE_HEADS = {**SIZES, "head_dim": 32, "sliding_window": 8}
+MOE = {**SIZES, "head_dim": 32, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
 ROPE = {"rope_theta": 10000.0, "factor": 4.0}
 CASES = {
     "llama": ("LlamaConfig", SIZES),
@@ -37,9 +38,15 @@ CASES = {
     "gemma3": ("Gemma3TextConfig", WIDE_HEADS | {"query_pre_attn_scalar": 24}),
     "olmo2": ("Olmo2Config", SIZES),
     "smollm3": ("SmolLM3Config", SIZES),
+    "mixtral": ("MixtralConfig", SIZES | {"num_local_experts": 4, "sliding_window": 8}),
+    "qwen3-moe": ("Qwen3MoeConfig", MOE),
+    "qwen3-moe, dense layers": (
+        "Qwen3MoeConfig",
+        MOE | {"decoder_sparse_step": 2, "mlp_only_layers": [3], "norm_topk_prob": True, "attention_bias": True},
+    ),
     "gpt2": ("GPT2Config", {"vocab_size": 96, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 64}),
 }
-FAST = ("llama, yarn", "qwen3", "gemma2", "gemma3", "olmo2", "smollm3")
+FAST = ("llama, yarn", "qwen3", "gemma2", "gemma3", "olmo2", "smollm3", "mixtral", "qwen3-moe")
 CLOSE = 1e-5  # of the largest value
 LENGTH = 40
 
@@ -73,6 +80,27 @@ def loaded(folder):
             tensor = source.tensor(name)
             parameter.copy_(padded(tensor, source.config) if name in TABLES else tensor)
     return network, source
+
+
+def in_files(tensors, config):
+    """The tensors of transformers by their names in files, where the experts are not stacked."""
+    if not config.blocks.has_experts:
+        return tensors
+    found = {}
+    for name, tensor in tensors.items():
+        if ".experts." not in name:
+            found[name.replace("mlp.gate.", "block_sparse_moe.gate.") if config.family == "mixtral" else name] = tensor
+            continue
+        prefix, kind = name.split(".experts.")
+        names = ["gate_proj", "up_proj"] if kind.startswith("gate_up") else ["down_proj"]
+        for part, stacked in zip(names, tensor.chunk(len(names), dim=1), strict=True):
+            for number, each in enumerate(stacked):
+                their = f"{prefix}.experts.{number}.{part}"
+                if config.family == "mixtral":
+                    their = their.replace("mlp.", "block_sparse_moe.").replace("gate_proj", "w1")
+                    their = their.replace("up_proj", "w3").replace("down_proj", "w2")
+                found[f"{their}.weight"] = each
+    return found
 
 
 def text(rows=2, length=LENGTH):
@@ -109,7 +137,7 @@ def test_the_gradients_of_a_step_are_those_of_transformers(theirs):
     torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum").backward()
     network(Batch(tokens[:, :-1], tokens[:, 1:])).sum().backward()
     ours = {name: parameter.grad for name, parameter in network.named_parameters()}
-    gradients = {name: parameter.grad for name, parameter in theirs[0].named_parameters()}
+    gradients = in_files({name: parameter.grad for name, parameter in theirs[0].named_parameters()}, source.config)
     for entry in hugging_face(source.config):
         parts = [ours[name][: source.config.vocab] if name in TABLES else ours[name] for name in entry.ours]
         assert_close(joined(entry, parts, source.config), gradients[entry.name])

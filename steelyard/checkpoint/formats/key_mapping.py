@@ -7,7 +7,8 @@ An entry is one tensor of another format and the tensors of ours that it contain
     groups     query, key and value interleaved by key-value group: Megatron's linear_qkv
     rotated    the pairs (i, i + half) of each head interleaved: llama.cpp's rotary layout
 
-`cut` is the dimension along which tensor parallelism shards it, or None.
+`cut` is the dimension along which tensor parallelism shards it, or None. Where other formats store the matrices of
+experts one by one, `expert` is the number of the matrix in ours.
 """
 
 from __future__ import annotations
@@ -34,10 +35,13 @@ class Entry:
     join: Join = "rows"
     cut: int | None = None
     layer: int | None = None
+    expert: int | None = None
 
 
 def joined(entry: Entry, parts: list[Tensor], config: ModelConfig) -> Tensor:
     """Join our tensors into theirs."""
+    if entry.expert is not None:
+        parts = [part[entry.expert] for part in parts]
     if entry.join == "groups":
         groups, head = groups_of(config), _head_dim(config)
         rows = [part.unflatten(0, (groups, -1, head)) for part in parts]
@@ -65,7 +69,7 @@ def taken_apart(entry: Entry, whole: Tensor, config: ModelConfig) -> list[Tensor
 
 def theirs_size(entry: Entry, sizes: dict[str, tuple[int, ...]]) -> tuple[int, ...]:
     """The size of their tensor, given the sizes of ours."""
-    first, *rest = (sizes[name] for name in entry.ours)
+    first, *rest = (sizes[name] if entry.expert is None else sizes[name][1:] for name in entry.ours)
     whole = (first[0] + sum(size[0] for size in rest), *first[1:])
     return whole[::-1] if entry.join == "turned" else whole
 
@@ -119,9 +123,10 @@ def hugging_face(config: ModelConfig, keys: HfKeys | None = None) -> list[Entry]
             join: Join = "turned" if keys.transposed and "norm" not in ours else "rows"
             for name in [name for name in PARAMS if f"{modules[0]}.{name}" in params]:
                 entry = f"{keys.layer.format(number)}{theirs}.{keys.params.get(name, name)}"
-                entries.append(
-                    Entry(entry, tuple(f"layers.{number}.{each}.{name}" for each in modules), join, layer=number)
-                )
+                parts = tuple(f"layers.{number}.{each}.{name}" for each in modules)
+                first = params[f"{modules[0]}.{name}"]
+                experts = range(first.shape[0]) if first.is_expert else (None,)
+                entries += [Entry(entry.format(expert), parts, join, None, number, expert) for expert in experts]
     entries += [Entry(f"{keys.norm}.{keys.params.get(name, name)}", (f"norm.{name}",)) for name in blocks.norm.params()]
     return entries + ([] if config.tied else [Entry(f"{keys.head}.weight", ("head.weight",))])
 

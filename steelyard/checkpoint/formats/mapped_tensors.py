@@ -43,42 +43,64 @@ class Mapped(CheckpointSource):
         self.store, self.entries = store, entries
         self.dtype = widest(store.dtypes(), path)
         self.extra, self.tokenizer_files = {}, []
-        self._entry_of = {name: entry for entry in entries for name in entry.ours}
+        self._entries_of: dict[str, list[Entry]] = {}
+        for entry in entries:
+            for name in entry.ours:
+                self._entries_of.setdefault(name, []).append(entry)
         self._last: tuple[Entry, list[Tensor]] | None = None
 
     def names(self) -> list[str]:
-        return list(self._entry_of)
+        return list(self._entries_of)
 
     def sizes(self) -> dict[str, tuple[int, ...]]:
         found = dict(self.store.sizes())
         sizes: dict[str, tuple[int, ...]] = {}
+        experts: dict[str, list[tuple[int, ...]]] = {}
         for entry in self.entries:
             if entry.name in found:
-                sizes.update(zip(entry.ours, ours_sizes(entry, found.pop(entry.name), self.config), strict=True))
+                ours = zip(entry.ours, ours_sizes(entry, found.pop(entry.name), self.config), strict=True)
+                if entry.expert is None:
+                    sizes.update(ours)
+                else:
+                    for name, size in ours:
+                        experts.setdefault(name, []).append(size)
+        for name, each in experts.items():
+            if len(each) == len(self._entries_of[name]) and len(set(each)) == 1:
+                sizes[name] = (len(each), *each[0])
         return sizes | found
 
     def in_files(self, name: str, expected: dict[str, tuple[int, ...]]) -> StoredTensor:
-        entry = self._entry_of.get(name)
-        if entry is None:
+        if name not in self._entries_of:
             return super().in_files(name, expected)
-        return StoredTensor(entry.name, self.store.sizes().get(entry.name), theirs_size(entry, expected))
+        found = self.store.sizes()
+        stored = [
+            StoredTensor(entry.name, found.get(entry.name), theirs_size(entry, expected))
+            for entry in self._entries_of[name]
+        ]
+        return next((each for each in stored if each.found != each.wanted), stored[0])
 
     def tensor(self, name: str) -> Tensor:
-        entry = self._entry_of[name]
+        first, *_ = entries = self._entries_of[name]
+        if first.expert is not None:
+            return torch.stack([self._read(entry)[entry.ours.index(name)] for entry in entries])
         # Cache the last entry: callers read its tensors one after the other.
-        if self._last is None or self._last[0] is not entry:
+        if self._last is None or self._last[0] is not first:
             self._last = None
-            try:
-                whole = self.store.read(entry)
-            except KeyError:
-                raise CorruptFileError(f"{entry.name} is missing", where=str(self.path)) from None
-            ours = "" if entry.ours == (entry.name,) else f" (here {', '.join(entry.ours)})"
-            refuse_nonfinite({entry.name + ours: whole}, self.path)
-            parts = taken_apart(entry, whole, self.config)
+            parts = self._read(first)
             if len(parts) == 1:
                 return padded(parts[0], self.config) if name in TABLES else parts[0]
-            self._last = entry, parts
-        return self._last[1][entry.ours.index(name)]
+            self._last = first, parts
+        return self._last[1][first.ours.index(name)]
+
+    def _read(self, entry: Entry) -> list[Tensor]:
+        """Our tensors in one of theirs."""
+        try:
+            whole = self.store.read(entry)
+        except KeyError:
+            raise CorruptFileError(f"{entry.name} is missing", where=str(self.path)) from None
+        ours = "" if entry.ours == (entry.name,) else f" (here {', '.join(entry.ours)})"
+        refuse_nonfinite({entry.name + ours: whole}, self.path)
+        return taken_apart(entry, whole, self.config)
 
 
 def widest(dtypes: set[torch.dtype], path: Path) -> torch.dtype:

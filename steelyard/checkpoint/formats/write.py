@@ -183,6 +183,7 @@ class Supply:
         for name in TABLES:
             if name in self.sizes:
                 self.sizes[name] = (self.config.vocab, *self.sizes[name][1:])
+        self._experts: dict[str, Tensor] = {}
 
     @property
     def bytes(self) -> int:
@@ -204,6 +205,11 @@ class Supply:
 
     def parts(self, entry: Entry) -> list[Tensor]:
         """Our tensors from which one tensor of the target format is joined."""
+        if entry.expert is not None:
+            if self._experts.keys() != set(entry.ours):  # The next entries are the other experts.
+                self._experts = {name: self.tensor(name) for name in entry.ours}
+            self.progress.advance(math.prod(self.size(entry)) * self.dtype.itemsize)
+            return [self._experts[name] for name in entry.ours]
         tensors = []
         for name in entry.ours:
             tensor = self.tensor(name)

@@ -7,8 +7,9 @@ a module from each block.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from steelyard.core.recipe.rope_scaling import RopeScaling
@@ -28,6 +29,13 @@ class BlockParam:
     cut: int | None = None
     is_partial: bool = False
     """Whether a rank computes only a part of the gradient of a parameter that it holds in full."""
+    is_expert: bool = False
+    """Whether the first dimension counts experts, which expert parallelism shards."""
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -151,13 +159,87 @@ class MlpBlock:
                 found[f"{name}.bias"] = BlockParam((rows,), None if name == "down" else 0)
         return found
 
+    def active_size(self) -> int:
+        """The parameters that compute one token."""
+        return sum(param.size for param in self.params().values())
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How a router chooses the experts of a token, and the losses that balance it."""
+
+    experts: int
+    top_k: int
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    normalizes: bool = True
+    """Whether the weights of the chosen experts sum to `scale`."""
+    scale: float = 1.0
+    bias_rate: float | None = None
+    """If set, a bias is added to the scores for the choice alone, and every step moves it by this much against the
+    load of its expert."""
+    aux_loss: float = 0.0
+    z_loss: float = 0.0
+    capacity: float | None = None
+    """Tokens that an expert takes from a sequence, relative to an even load; None takes all."""
+
+
+@dataclass(frozen=True)
+class ExpertsBlock:
+    """A mixture of experts: a router sends each token to `top_k` gated MLPs. All tokens pass the shared expert too."""
+
+    hidden: int
+    ffn: int
+    activation: Literal["silu", "gelu"]
+    routing: Routing
+    shared_ffn: int | None = None
+
+    gated, bias = True, False
+
+    @property
+    def expert(self) -> MlpBlock:
+        """One expert."""
+        return MlpBlock(self.hidden, self.ffn, self.activation)
+
+    @property
+    def shared(self) -> MlpBlock | None:
+        """The expert of all tokens."""
+        return None if self.shared_ffn is None else MlpBlock(self.hidden, self.shared_ffn, self.activation)
+
+    def matrices(self) -> dict[str, tuple[int, int]]:
+        """Rows (outputs) and columns (inputs) of the weight matrices of one expert, and of the shared one."""
+        found = {f"experts.{name}": size for name, size in self.expert.matrices().items()}
+        shared = {} if self.shared is None else self.shared.matrices()
+        return found | {f"shared.{name}": size for name, size in shared.items()}
+
+    def params(self) -> dict[str, BlockParam]:
+        """The parameters by name."""
+        experts = self.routing.experts
+        # A tensor rank computes the router's gradient for its part of the experts' width.
+        found = {"router.weight": BlockParam((experts, self.hidden), is_partial=True)}
+        if self.routing.bias_rate is not None:
+            found["router.balance"] = BlockParam((experts,))
+        for name, param in self.expert.params().items():
+            assert param.cut is not None
+            shape, cut = (experts, *param.shape), param.cut + 1
+            found[f"experts.{name}"] = replace(param, shape=shape, cut=cut, is_expert=True)
+        if self.shared is not None:
+            found |= {f"shared.{name}": param for name, param in self.shared.params().items()}
+        return found
+
+    def active_size(self) -> int:
+        """The parameters that compute one token."""
+        params = self.params().values()
+        experts = sum(param.size for param in params if param.is_expert)
+        others = sum(param.size for param in params if not param.is_expert)
+        return others + experts * self.routing.top_k // self.routing.experts
+
 
 @dataclass(frozen=True)
 class LayerBlock:
     """A transformer layer: attention and MLP, with norms before them, after them, or both."""
 
     attention: AttentionBlock
-    mlp: MlpBlock
+    mlp: MlpBlock | ExpertsBlock
     norm: NormBlock
     norm_places: tuple[str, ...] = PRE_NORM
 
@@ -174,9 +256,14 @@ class LayerBlock:
             found |= {f"{place}.{name}": param for name, param in self.norm.params().items()}
         return found
 
+    def active_size(self) -> int:
+        """The parameters that compute one token."""
+        others = sum(param.size for name, param in self.params().items() if not name.startswith("mlp."))
+        return others + self.mlp.active_size()
+
     def flops(self, sequence_length: int) -> int:
-        """FLOPs to train on one token: 6 per parameter, and attention scores."""
-        return 6 * sum(_size(param) for param in self.params().values()) + self.attention.score_flops(sequence_length)
+        """FLOPs to train on one token: 6 per active parameter, and attention scores."""
+        return 6 * self.active_size() + self.attention.score_flops(sequence_length)
 
 
 @dataclass(frozen=True)
@@ -190,6 +277,11 @@ class ModelBlocks:
     embed_scale: float | None = None
     logit_softcap: float | None = None
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether a layer is a mixture of experts."""
+        return any(isinstance(layer.mlp, ExpertsBlock) for layer in self.layers)
+
     def ropes(self) -> set[Rope]:
         """The different rotary positions."""
         return {layer.attention.rope for layer in self.layers if layer.attention.rope is not None}
@@ -199,10 +291,3 @@ class ModelBlocks:
         for number, layer in enumerate(self.layers):
             for name, param in layer.params().items():
                 yield number, name, param
-
-
-def _size(param: BlockParam) -> int:
-    size = 1
-    for each in param.shape:
-        size *= each
-    return size
