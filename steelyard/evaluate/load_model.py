@@ -19,7 +19,7 @@ from steelyard.core.recipe.data_section import DataSection
 from steelyard.core.recipe.parallel_section import ParallelSection
 from steelyard.model import LanguageModel
 from steelyard.parallel import mesh as meshes
-from steelyard.parallel.mesh import Mesh
+from steelyard.parallel.mesh import Mesh, Sharding
 from steelyard.parallel.parallelize import assemble
 from steelyard.parallel.param_shards import ParamShard
 from steelyard.sparsity import sparse_linear
@@ -50,7 +50,7 @@ def context_of(source: CheckpointSource) -> int:
 
 def mesh_for(tensor: int, device: torch.device) -> Mesh:
     """A mesh without FSDP: each rank holds its whole tensor-parallel shard, so weights are never gathered."""
-    return replace(meshes.make(ParallelSection(tensor=tensor), device.type), sharding=None)
+    return replace(meshes.make(ParallelSection(tensor=tensor), device.type), sharding=Sharding())
 
 
 def loaded(

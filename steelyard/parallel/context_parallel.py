@@ -9,15 +9,18 @@ Tensor suffixes: B batch, L length, H heads, K key-value heads, E head width.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
 from steelyard.model import LanguageModel
 from steelyard.model.attention import Scoring
+from steelyard.model.experts import Experts
 from steelyard.parallel.collectives import all_gather
 from steelyard.parallel.mesh import MeshAxis
 
@@ -29,6 +32,15 @@ def split(model: LanguageModel, axis: MeshAxis) -> None:
     for layer in model.layers.values():
         attention: Any = layer.attention
         attention.attend = across
+        if isinstance(layer.mlp, Experts):
+            layer.mlp.sum_of_sequence = partial(_summed, axis=axis)
+
+
+def _summed(counts: Tensor, axis: MeshAxis) -> Tensor:
+    """The sum over ranks, without a gradient."""
+    counts = counts.clone()
+    dist.all_reduce(counts, group=axis.group)
+    return counts
 
 
 def places(length: int, axis: MeshAxis) -> Tensor:

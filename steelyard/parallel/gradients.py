@@ -55,13 +55,17 @@ class Gradients:
             if (gradient := part.gradient) is not None:
                 scaled = gradient.double() / grad_scale
                 row[0], row[1] = scaled.sum(), scaled.square().sum()
-        if self.mesh.shard > 1 and self.mesh.sharding is not None:
-            dist.all_reduce(sums, group=self.mesh.sharding.get_group("shard"))
-        split = [number for number, part in enumerate(self.parts) if part.is_cut]
-        if split:
-            split_sums = sums[split]
-            dist.all_reduce(split_sums, group=self.mesh.tensor.group)
-            sums[split] = split_sums
+        for group, has in (
+            (self.mesh.sharding.group, lambda part: not part.is_expert),
+            (self.mesh.expert_sharding.group, lambda part: part.is_expert),
+            (self.mesh.expert.group, lambda part: part.is_expert),
+            (self.mesh.tensor.group, lambda part: part.is_cut),
+        ):
+            rows = [number for number, part in enumerate(self.parts) if has(part)]
+            if group is not None and rows:
+                of_group = sums[rows]
+                dist.all_reduce(of_group, group=group)
+                sums[rows] = of_group
         counts = torch.tensor([math.prod(part.shape) for part in self.parts], dtype=torch.float64, device=self.device)
         variance = (sums[:, 1] - sums[:, 0].square() / counts).clamp(min=0) / (counts - 1).clamp(min=1)
         ratios = sums[:, 1].sqrt() / (variance.sqrt() + eps)

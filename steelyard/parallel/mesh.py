@@ -3,7 +3,9 @@
     rank = ((pipeline x data + data) x context + context) x tensor + tensor
 
 Parameters are sharded over data and context together, because ranks along both axes see different tokens of the same
-step. `zero` decides what is sharded and what is replicated, so these ranks form a mesh (replicate, shard).
+step. `zero` decides what is sharded and what is replicated, so these ranks form a mesh (replicate, shard). The expert
+axis is the inner part of `shard`: consecutive ranks hold different experts, and those of all other ranks are sharded
+and replicated like other parameters, over fewer ranks.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from steelyard.core.errors import UserError
 from steelyard.core.recipe.parallel_section import ParallelSection
 
 AXES = ("pipeline", "data", "context", "tensor")
@@ -28,6 +31,24 @@ class MeshAxis:
 
 
 @dataclass(frozen=True)
+class Sharding:
+    """The ranks along data and context that FSDP shards parameters over."""
+
+    mesh: DeviceMesh | None = None
+    """(replicate, shard) or (shard,); `None` if there is one rank."""
+    replicate: int = 1
+    """Ranks that hold the same shard of a parameter."""
+    shard: int = 1
+    index: int = 0
+    """This rank's index along `shard`."""
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold all shards of a parameter."""
+        return None if self.mesh is None or self.shard == 1 else self.mesh.get_group("shard")
+
+
+@dataclass(frozen=True)
 class Mesh:
     """This rank's position on all axes. A job of one rank has no process groups."""
 
@@ -36,12 +57,10 @@ class Mesh:
     context: MeshAxis
     tensor: MeshAxis
     world: MeshAxis
-    sharding: DeviceMesh | None
-    """(replicate, shard) or (shard,) over data and context; `None` if they have one rank."""
-    replicate: int
-    """Ranks along data and context that hold the same shard of a parameter."""
-    shard: int
-    shard_index: int
+    expert: MeshAxis
+    sharding: Sharding
+    expert_sharding: Sharding
+    """Of the parameters that the expert axis splits."""
     ends: dist.ProcessGroup | None
     """First and last pipeline rank with this rank's other indices, for a head tied to the embedding."""
 
@@ -49,7 +68,7 @@ class Mesh:
 def alone() -> Mesh:
     """The mesh of a single process."""
     one = MeshAxis(0, 1, None)
-    return Mesh(one, one, one, one, one, None, 1, 1, 0, None)
+    return Mesh(one, one, one, one, one, one, Sharding(), Sharding(), None)
 
 
 def make(parallel: ParallelSection, device_type: str) -> Mesh:
@@ -67,19 +86,43 @@ def make(parallel: ParallelSection, device_type: str) -> Mesh:
     columns = data * parallel.context
     replicate = columns if parallel.zero == 0 else parallel.replicate
     shard = columns // replicate
-    sharding, shard_index = None, 0
+    sharding = expert_sharding = Sharding()
+    expert = MeshAxis(0, 1, None)
     if columns > 1:
-        names = ("pipeline", "replicate", "shard", "tensor")
-        sub_mesh = init_device_mesh(
-            device_type, (parallel.pipeline, replicate, shard, parallel.tensor), mesh_dim_names=names
-        )
-        sharding = sub_mesh["shard"] if replicate == 1 else sub_mesh["replicate", "shard"]
-        shard_index = sub_mesh.get_local_rank("shard")
+        sharding = _sharding(device_type, parallel, replicate, shard, 1)[0]
+        expert_sharding = sharding
+    if parallel.expert > 1:
+        _refuse_experts(parallel, columns if parallel.zero == 0 else shard)
+        if parallel.zero == 0:
+            replicate //= parallel.expert
+        else:
+            shard //= parallel.expert
+        expert_sharding, expert = _sharding(device_type, parallel, replicate, shard, parallel.expert)
     ends = None
     if parallel.pipeline > 1:
         width = world // parallel.pipeline
         pairs = [[column, world - width + column] for column in range(width)]
         ends, _ = dist.new_subgroups_by_enumeration(pairs)
     all_ranks = MeshAxis(dist.get_rank(), world, dist.group.WORLD)
-    return Mesh(**axes, world=all_ranks, sharding=sharding, replicate=replicate, shard=shard, shard_index=shard_index,
-                ends=ends)  # fmt: skip
+    return Mesh(**axes, world=all_ranks, expert=expert, sharding=sharding, expert_sharding=expert_sharding, ends=ends)
+
+
+def _sharding(
+    device_type: str, parallel: ParallelSection, replicate: int, shard: int, expert: int
+) -> tuple[Sharding, MeshAxis]:
+    """The sharding of parameters that every `expert`-th rank holds, and the expert axis."""
+    sizes = (parallel.pipeline, replicate, shard, expert, parallel.tensor)
+    mesh = init_device_mesh(device_type, sizes, mesh_dim_names=("pipeline", "replicate", "shard", "expert", "tensor"))
+    axis = MeshAxis(mesh.get_local_rank("expert"), expert, mesh.get_group("expert"))
+    if replicate * shard == 1:
+        return Sharding(), axis
+    part = mesh["shard"] if replicate == 1 else mesh["replicate", "shard"]
+    return Sharding(part, replicate, shard, mesh.get_local_rank("shard")), axis
+
+
+def _refuse_experts(parallel: ParallelSection, ranks: int) -> None:
+    if ranks % parallel.expert:
+        raise UserError(
+            f"parallel.expert = {parallel.expert} does not divide the {ranks} ranks that share the data",
+            hint="choose a divisor of data x context, and with parallel.replicate of data x context / replicate",
+        )

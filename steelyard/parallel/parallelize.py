@@ -11,7 +11,7 @@ import torch
 from steelyard import model as models
 from steelyard.core.recipe import Recipe
 from steelyard.model import LanguageModel
-from steelyard.parallel import activation_checkpoint, context_parallel, fsdp, tensor_parallel
+from steelyard.parallel import activation_checkpoint, context_parallel, expert_parallel, fsdp, tensor_parallel
 from steelyard.parallel.mesh import Mesh
 from steelyard.parallel.param_shards import ParamShard, parts_of
 from steelyard.parallel.pipeline_parallel import Pipeline, slices
@@ -60,14 +60,15 @@ def assemble(
         if transform is not None:
             transform(model)
         cuts = tensor_parallel.split(model, mesh.tensor, by_sequence) if mesh.tensor.size > 1 else {}
+        expert_cuts = expert_parallel.split(model, mesh.expert) if mesh.expert.size > 1 else {}
         if mesh.context.size > 1:
             context_parallel.split(model, mesh.context)
         activation_checkpoint.apply(model, parallel.recompute)
         if compiled:
             for layer in model.layers.values():
                 layer.compile(options=COMPILING)
-        fsdp.materialise(model, device, mesh.sharding, parallel.zero)
+        fsdp.materialise(model, device, mesh, parallel.zero)
         stages[number] = model
-        parts += parts_of(model, mesh, cuts, by_sequence)
+        parts += parts_of(model, mesh, cuts, expert_cuts, by_sequence)
     pipeline = Pipeline(stages, parallel, mesh.pipeline, device) if mesh.pipeline.size > 1 else None
     return Assembly(stages, parts, pipeline)

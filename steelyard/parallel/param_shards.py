@@ -33,6 +33,8 @@ class ParamShard:
     """The number of ranks that hold this shard."""
     is_cut: bool
     """Whether the parameter is split along the tensor axis."""
+    is_expert: bool
+    """Whether the parameter is split along the expert axis."""
     is_partial: bool
     """Whether its gradient must still be summed over the tensor axis."""
     is_tied: bool
@@ -56,7 +58,9 @@ def local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def parts_of(model: LanguageModel, mesh: Mesh, cuts: dict[str, Cut], by_sequence: bool) -> list[ParamShard]:
+def parts_of(
+    model: LanguageModel, mesh: Mesh, cuts: dict[str, Cut], expert_cuts: dict[str, Cut], by_sequence: bool
+) -> list[ParamShard]:
     """The shards of a model or a stage. A parameter with fewer rows than ranks has an empty shard on some ranks."""
     layers = model.blocks.layers
     partial = {
@@ -66,9 +70,12 @@ def parts_of(model: LanguageModel, mesh: Mesh, cuts: dict[str, Cut], by_sequence
         if param.is_partial
     }
     return [
-        _part(name, parameter, model, mesh, cuts.get(name), by_sequence or name in partial or _is_adapter(name))
+        _part(
+            name, parameter, model, mesh, cuts.get(name), expert_cuts.get(name),
+            by_sequence or name in partial or _is_adapter(name),
+        )
         for name, parameter in model.named_parameters()
-    ]
+    ]  # fmt: skip
 
 
 def _is_adapter(name: str) -> bool:
@@ -76,16 +83,24 @@ def _is_adapter(name: str) -> bool:
 
 
 def _part(
-    name: str, parameter: nn.Parameter, model: LanguageModel, mesh: Mesh, cut: Cut | None, is_partial: bool
+    name: str,
+    parameter: nn.Parameter,
+    model: LanguageModel,
+    mesh: Mesh,
+    cut: Cut | None,
+    expert_cut: Cut | None,
+    is_partial: bool,
 ) -> ParamShard:
     shape, offset = list(parameter.shape), [0] * parameter.ndim
+    sharding = mesh.sharding if expert_cut is None else mesh.expert_sharding
     if isinstance(parameter, DTensor):
         # fully_shard assigns the same number of rows to each rank, and fewer or none to the last ranks.
-        rows = -(-shape[0] // mesh.shard)
-        offset[0] = min(shape[0], mesh.shard_index * rows)
-    if cut is not None:
-        offset[cut.dim] += cut.index * shape[cut.dim]
-        shape[cut.dim] *= cut.pieces
+        rows = -(-shape[0] // sharding.shard)
+        offset[0] = min(shape[0], sharding.index * rows)
+    for each in (cut, expert_cut):
+        if each is not None:
+            offset[each.dim] += each.index * shape[each.dim]
+            shape[each.dim] *= each.pieces
     is_tied = model.config.tied and mesh.pipeline.size > 1 and name in (EMBEDDING, HEAD)
     is_twin = is_tied and name == HEAD
     return ParamShard(
@@ -94,8 +109,9 @@ def _part(
         tensor=local(parameter.data),
         shape=tuple(shape),
         offset=tuple(offset),
-        copies=mesh.replicate * (mesh.tensor.size if cut is None else 1),
+        copies=sharding.replicate * (mesh.tensor.size if cut is None else 1),
         is_cut=cut is not None and cut.pieces > 1,
+        is_expert=expert_cut is not None,
         is_partial=cut is None and is_partial and mesh.tensor.size > 1,
         is_tied=is_tied,
         is_twin=is_twin,

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from steelyard.model import LanguageModel
 from steelyard.model.dropout import Dropout
+from steelyard.model.experts import ExpertLinear, Experts
 from steelyard.model.loss import VocabHead
-from steelyard.model.modules import Linear
+from steelyard.model.modules import Linear, RmsNorm
 from steelyard.model.quantized_weight import QuantizedWeight
 from steelyard.parallel.collectives import all_gather, all_reduce, copy_to_tp, reduce_scatter
 from steelyard.parallel.mesh import MeshAxis
@@ -51,16 +52,20 @@ def split(model: LanguageModel, axis: MeshAxis, by_sequence: bool) -> dict[str, 
         attention.heads = _shard_of_range(attention.heads, axis)
         for path, part in (("attention", attention), ("mlp", mlp)):
             params = part.block.params()
-            for name, child in list(part.named_children()):
+            for name, child in list(part.named_modules()):
                 where = f"layers.{number}.{path}.{name}"
                 if isinstance(child, Linear):
                     _shard_linear(child, params[f"{name}.weight"].cut, where, axis, cuts)
-                elif any(params[f"{name}.{each}"].cut is not None for each, _ in child.named_parameters()):
-                    _shard(child, "weight", 0, f"{where}.weight", axis, cuts)
+                elif isinstance(child, ExpertLinear):
+                    dim = params[f"{name}.weight"].cut
+                    assert dim is not None
+                    shard_param(child, "weight", dim, f"{where}.weight", axis, cuts)
+                elif isinstance(child, RmsNorm) and params[f"{name}.weight"].cut is not None:
+                    shard_param(child, "weight", 0, f"{where}.weight", axis, cuts)
                     setattr(part, name, ShardedRmsNorm(child, axis))
             part.register_forward_pre_hook(_InputHook(axis, by_sequence))
         attention.output.register_forward_hook(_OutputHook(axis, by_sequence))
-        mlp.down.register_forward_hook(_OutputHook(axis, by_sequence))
+        (mlp if isinstance(mlp, Experts) else mlp.down).register_forward_hook(_OutputHook(axis, by_sequence))
     _shard_embed_and_head(model, axis, by_sequence, cuts)
     if by_sequence:
         for module in model.modules():
@@ -76,15 +81,15 @@ def _shard_linear(linear: Any, dim: int | None, path: str, axis: MeshAxis, cuts:
         linear.weight = linear.weight.shard(dim, axis.index, axis.size)
     for parameter in ("weight", *BESIDE_WEIGHT):
         if isinstance(getattr(linear, parameter, None), nn.Parameter):
-            _shard(linear, parameter, dim, f"{path}.{parameter}", axis, cuts)
+            shard_param(linear, parameter, dim, f"{path}.{parameter}", axis, cuts)
     for parameter in ADAPTER_CUTS[dim]:
         if hasattr(linear, parameter):
-            _shard(linear, parameter, dim, f"{path}.{parameter}", axis, cuts)
+            shard_param(linear, parameter, dim, f"{path}.{parameter}", axis, cuts)
     linear.axis = axis
     if linear.bias is None:
         return
     if dim == 0:
-        _shard(linear, "bias", 0, f"{path}.bias", axis, cuts)
+        shard_param(linear, "bias", 0, f"{path}.bias", axis, cuts)
     elif axis.index > 0:
         # The output is summed over ranks, so only one rank adds the bias.
         linear.bias = None
@@ -92,7 +97,8 @@ def _shard_linear(linear: Any, dim: int | None, path: str, axis: MeshAxis, cuts:
         cuts[f"{path}.bias"] = Cut(0, 0, 1)
 
 
-def _shard(module: nn.Module, name: str, dim: int, path: str, axis: MeshAxis, cuts: dict[str, Cut]) -> None:
+def shard_param(module: nn.Module, name: str, dim: int, path: str, axis: MeshAxis, cuts: dict[str, Cut]) -> None:
+    """Replace a parameter by its shard on this rank."""
     whole: nn.Parameter = getattr(module, name)
     shard = whole.detach().chunk(axis.size, dim)[axis.index].clone()
     setattr(module, name, nn.Parameter(shard, whole.requires_grad))
@@ -101,13 +107,13 @@ def _shard(module: nn.Module, name: str, dim: int, path: str, axis: MeshAxis, cu
 
 def _shard_embed_and_head(model: LanguageModel, axis: MeshAxis, by_sequence: bool, cuts: dict[str, Cut]) -> None:
     if model.embed is not None:
-        _shard(model.embed, "weight", 0, "embed.weight", axis, cuts)
+        shard_param(model.embed, "weight", 0, "embed.weight", axis, cuts)
         model.embed = VocabParallelEmbedding(model.embed, axis, by_sequence)
         positions = getattr(model, "positions", None)
         if by_sequence and positions is not None:
             positions.register_forward_hook(_SequenceShardHook(axis))
     if model.head is not None:
-        _shard(model.head, "weight", 0, "head.weight", axis, cuts)
+        shard_param(model.head, "weight", 0, "head.weight", axis, cuts)
         model.vocabulary = VocabParallelHead(axis, model.head.weight.shape[0], by_sequence)
     model.tie()
 
@@ -130,12 +136,15 @@ class _InputHook:
 
 
 class _OutputHook:
-    """Sums the output over ranks."""
+    """Sums the output over ranks. Experts return their statistics beside it, which are the same on all ranks."""
 
     def __init__(self, axis: MeshAxis, by_sequence: bool) -> None:
         self.axis, self.by_sequence = axis, by_sequence
 
-    def __call__(self, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+    def __call__(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+        if isinstance(output, tuple):
+            first, *others = output
+            return (self(module, inputs, first), *others)
         return reduce_scatter(output, SEQUENCE, self.axis) if self.by_sequence else all_reduce(output, self.axis)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from steelyard.core.recipe import Recipe
 from steelyard.core.recipe.sparsity_section import SparsitySection
 from steelyard.model import LanguageModel
+from steelyard.model.experts import RouterOutput
 from steelyard.model.modules import Linear
 from steelyard.model.transformer import LayerInputs, TransformerLayer
 from steelyard.sparsity import gumbel
@@ -138,7 +139,7 @@ class MaskedLayer(TransformerLayer):
             self.add_module(name, child)
         self.masked, self.salts_N2 = tuple(masked), salts_N2
 
-    def compute(self, x_BLD: Tensor, inputs: LayerInputs) -> Tensor:
+    def compute(self, x_BLD: Tensor, inputs: LayerInputs) -> tuple[Tensor, RouterOutput | None]:
         """Set the draws, then compute; recomputation in the backward pass sets them again."""
         sample_ids_B = inputs.sample_ids_B
         draws: list[Tensor | None] = [None] * len(self.masked)

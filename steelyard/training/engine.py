@@ -26,10 +26,12 @@ from steelyard.parallel.parallelize import assemble
 from steelyard.tokens.dataloader import Rows, documents_in, learned_in, starts_of
 from steelyard.training import device as devices
 from steelyard.training import fp8
+from steelyard.training.expert_balance import ExpertBalance
 from steelyard.training.extension import Extension
 from steelyard.training.optimizer import Optimizer
 from steelyard.training.timeline import Timeline
 
+BALANCE = "router.balance"  # changed by ExpertBalance, not by a gradient
 FIELDS = {field.name for field in dataclasses.fields(Batch)}
 
 
@@ -56,6 +58,7 @@ class Engine:
         """The losses of the last step's micro-batches that this rank computes."""
         self.gradients = Gradients(self.parts, mesh, device)
         self.optimizer = Optimizer(self.parts, recipe.optim, recipe.optim.offload, extension.param_group_options)
+        self.balance = ExpertBalance(recipe.model.blocks, self.assembly.stages, mesh, device)
         extension.assembled(self.assembly.stages, self.parts, mesh)
 
     def initialise(self) -> None:
@@ -63,7 +66,7 @@ class Engine:
         config, seed = self.recipe.model, self.recipe.train.seed
         with torch.no_grad():
             for part in self.parts:
-                if not part.parameter.requires_grad:
+                if not part.parameter.requires_grad and not part.name.endswith(BALANCE):
                     continue
                 _, *row_shape = part.shape
                 own = self.extension.initial_std(part)
@@ -95,6 +98,7 @@ class Engine:
         """
         batch = self.batch_of(rows, first_sample)
         batch, other_loss = self.extension.weigh(self, batch)
+        self.balance.begin(loss_scale, batch.tokens_BL.numel() * self.mesh.data.size * self.mesh.context.size)
         loss = self.forward_and_backward(batch, loss_scale / labels)
         self.add_stage_losses(batch, loss_scale / labels)
         if other_loss is not None:
@@ -114,6 +118,7 @@ class Engine:
                 return sums[0], norm, skipped
             ratios = self.gradients.signal_to_noise(grad_scale, self.recipe.optim.eps)
         self.optimizer.step(rate, grad_scale, skipped, ratios)
+        self.balance.finish(skipped)
         return sums[0], norm, skipped
 
     def evaluate(self, rows: Rows) -> Tensor:

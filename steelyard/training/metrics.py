@@ -102,6 +102,8 @@ def line(record: dict[str, Any], steps: int) -> str:
     if record.get("mask_changed") is not None:
         changed = f"{100 * record['mask_changed']:.2f}% changed"
         fields.append(f"masks {record['mask_max_probability']:.3f} decided, {changed}")
+    if record.get("expert_load") is not None:
+        fields.append(f"expert_load {record['expert_load']:.2f}")
     if record.get("mfu") is not None:
         fields.append(f"MFU {record['mfu']:.3f}")
     fields.append(f"{units.duration(record['seconds'] * (steps - record['step']))} left")

@@ -236,7 +236,8 @@ class Trainer:
             "skipped": counters.skipped,
             "nonfinite": counters.nonfinite,
         }
-        record |= self.extension.metrics() | self.speed.of(counters.tokens, seconds, steps)
+        record |= self.extension.metrics() | self.engine.balance.metrics()
+        record |= self.speed.of(counters.tokens, seconds, steps)
         record |= self.step_timer.reported(seconds, steps)
         record["peak_memory"] = peak_memory.peak(self.device)
         self.recorder.record(record)

@@ -26,6 +26,12 @@ FAMILIES = {
     "full_every=2}",
     "olmo2": "model={family='olmo2', layers=4, hidden=32, heads=4, kv_heads=2, vocab=97}",
     "smollm3": "model={family='smollm3', layers=4, hidden=32, heads=4, kv_heads=2, vocab=97}",
+    # Large losses of the router, so that a mistake in them shows.
+    "experts": "model={family='mixtral', layers=4, hidden=32, heads=4, kv_heads=2, vocab=97, experts=4, ffn=24, "
+    "aux_loss=0.5, router_z_loss=0.1}",
+    "shared-experts": "model={family='qwen3-moe', layers=4, hidden=32, heads=4, kv_heads=2, head_dim=16, vocab=97, "
+    "experts=8, experts_per_token=3, ffn=24, expert_ffn=8, shared_ffn=16, dense_layers=[1], router_score='sigmoid', "
+    "router_bias_rate=0.01, aux_loss=0.1}",
 }
 FOUR_STEPS = [
     "train.steps=4", "log.every=1", "eval.every=2", "checkpoint.every=0", "train.global_batch=8",

@@ -118,8 +118,8 @@ def hugging_face(config: ModelConfig, keys: HfKeys | None = None) -> list[Entry]
     for number, layer in enumerate(blocks.layers):
         params = layer.params()
         for ours, theirs in keys.modules.items():
-            parent, _, parts = ours.rpartition(".")
-            modules = [f"{parent}.{part}".lstrip(".") for part in parts.split("+")]
+            parent, _, children = ours.rpartition(".")
+            modules = [f"{parent}.{child}".lstrip(".") for child in children.split("+")]
             join: Join = "turned" if keys.transposed and "norm" not in ours else "rows"
             for name in [name for name in PARAMS if f"{modules[0]}.{name}" in params]:
                 entry = f"{keys.layer.format(number)}{theirs}.{keys.params.get(name, name)}"

@@ -65,6 +65,7 @@ class ParallelSection(Section):
 
     tensor: Degree = 1
     context: Degree = 1
+    expert: Degree = Field(1, description="ranks that share the experts of a layer; divides data x context")
     pipeline: Degree = 1
     virtual: Degree = Field(1, description="stages per pipeline rank")
     data: Degree | None = Field(None, description="default: world size / (tensor x context x pipeline)")

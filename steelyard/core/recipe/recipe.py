@@ -60,6 +60,7 @@ class Recipe(Section):
         validators.pipeline(self.model, self.parallel, self.train)
         validators.tensor(self.model, self.parallel, self.data.sequence_length)
         validators.batch(self.train, self.parallel)
+        validators.experts(self.model, self.parallel)
         validators.sequence(self.model, self.data.sequence_length)
         if self.sparsity is not None:
             validators.sparsity(self.model, self.sparsity, self.parallel, self.train)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from steelyard.core.recipe.blocks import ExpertsBlock
 from steelyard.core.recipe.finetune_section import FinetuneSection
 from steelyard.core.recipe.model_section import ModelConfig
 from steelyard.core.recipe.parallel_section import ParallelSection
@@ -84,7 +85,10 @@ def tensor(model: ModelConfig, parallel: ParallelSection, sequence_length: int) 
         for name, size in (
             ("model.heads", model.heads),
             ("model.kv_heads", min(layer.attention.kv_heads for layer in model.blocks.layers)),
-            ("model.ffn", model.ffn),
+            *(
+                ("model.ffn" if width == model.ffn else "the width of an expert", width)
+                for width in sorted(mlp_widths(model))
+            ),
             ("the padded vocabulary", model.padded_vocab),
         )
     ]
@@ -108,6 +112,39 @@ def tensor(model: ModelConfig, parallel: ParallelSection, sequence_length: int) 
             "parallel.context", "sliding windows and soft caps are not available with context parallelism",
             "set parallel.context to 1",
         )  # fmt: skip
+
+
+def experts(model: ModelConfig, parallel: ParallelSection) -> None:
+    """Experts are divisible by the ranks that share them, and dropped within whole sequences."""
+    layers = [layer.mlp for layer in model.blocks.layers if isinstance(layer.mlp, ExpertsBlock)]
+    if parallel.expert > 1 and not layers:
+        raise contradiction("parallel.expert", f"{model.family} has no experts", "set parallel.expert to 1")
+    for layer in layers[:1]:
+        if layer.routing.experts % parallel.expert:
+            raise contradiction(
+                "parallel.expert",
+                f"{parallel.expert} ranks do not divide model.experts = {layer.routing.experts}",
+                f"choose a divisor of {layer.routing.experts}",
+            )
+        if layer.routing.capacity is not None and parallel.context > 1:
+            raise contradiction(
+                "model.capacity", "is counted over whole sequences, which context parallelism splits",
+                "set parallel.context to 1, or remove model.capacity",
+            )  # fmt: skip
+    ranks = parallel.data and parallel.data * parallel.context // (parallel.replicate if parallel.zero else 1)
+    if ranks and ranks % parallel.expert:
+        raise contradiction(
+            "parallel.expert",
+            f"{parallel.expert} does not divide data x context / replicate = {ranks}",
+            f"choose a divisor of {ranks}",
+        )
+
+
+def mlp_widths(model: ModelConfig) -> set[int]:
+    """The widths of all MLPs and experts."""
+    widths = {layer.mlp.ffn for layer in model.blocks.layers}
+    shared = {layer.mlp.shared_ffn for layer in model.blocks.layers if isinstance(layer.mlp, ExpertsBlock)}
+    return widths | {width for width in shared if width is not None}
 
 
 def batch(train: TrainSection, parallel: ParallelSection) -> None:

@@ -30,6 +30,13 @@ CURVES: list[tuple[str, str, list[tuple[str, str, float]]]] = [
     ("Compute per rank", "TFLOP/s", [("tflops", "TFLOP/s", 1)]),
     ("Memory", "GiB, peak of the fullest rank", [("peak_memory", "peak memory", 2**-30)]),
     (
+        "Expert load",
+        "load of the busiest expert, in even loads",
+        [("expert_load", "worst layer", 1), ("expert_load_mean", "mean of the layers", 1)],
+    ),
+    ("Router", "nats", [("router_entropy", "entropy", 1), ("router_loss", "losses", 1)]),
+    ("Dropped tokens", "% of the experts' tokens", [("experts_dropped", "dropped", 100)]),
+    (
         "Masks",
         "shares of all groups",
         [

@@ -17,9 +17,11 @@ from steelyard.core.recipe.section import contradiction
 
 Experts = Annotated[int, Field(gt=0, le=10**5)]
 EXPERT_MODULES = LLAMA_MODULES | {
-    "mlp.router": "mlp.gate", "mlp.experts.gate": "mlp.experts.{}.gate_proj", "mlp.experts.up": "mlp.experts.{}.up_proj",
+    "mlp.router": "mlp.gate",
+    "mlp.experts.gate": "mlp.experts.{}.gate_proj",
+    "mlp.experts.up": "mlp.experts.{}.up_proj",
     "mlp.experts.down": "mlp.experts.{}.down_proj",
-}  # fmt: skip
+}
 
 
 class MoeConfig(RotaryConfig):
