@@ -130,7 +130,7 @@ class LanguageModel(nn.Module):
                 labels_BL = labels_BL.gather(1, loss_positions_BK)
                 loss_weights_BL = None if loss_weights_BL is None else loss_weights_BL.gather(1, loss_positions_BK)
             loss = self.loss(x_BLD, self.head.weight, labels_BL, loss_weights_BL, self.config.vocab, self.vocabulary,
-                             self.blocks.logit_softcap)  # fmt: skip
+                             self.blocks.logit_softcap, self.config.z_loss if self.training else 0.0)  # fmt: skip
             # A pipeline concatenates the outputs of micro-batches, so no scalar; a view would make FSDP warn.
             return torch.stack([loss])
         # Drop the logits of padding ids, which are never labels.

@@ -51,14 +51,16 @@ def linear_cross_entropy(
     vocab: int,
     vocabulary: VocabHead,
     softcap: float | None = None,
+    z_loss: float = 0.0,
 ) -> Tensor:
     """The sum over all tokens of weight x cross entropy, in fp32. Rows beyond `vocab` are padding and are ignored.
 
-    With `softcap` the logits are softcap * tanh(logits / softcap).
+    With `softcap` the logits are softcap * tanh(logits / softcap). `z_loss` adds the gradient of z_loss x (log of the
+    sum of the logits' exponentials)^2, but not its value, so that losses stay comparable.
     """
     weights_N = None if loss_weights_BL is None else loss_weights_BL.flatten()
     loss: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        x_BLD.flatten(0, 1), weight_VD, labels_BL.flatten(), weights_N, vocab, vocabulary, softcap
+        x_BLD.flatten(0, 1), weight_VD, labels_BL.flatten(), weights_N, vocab, vocabulary, softcap, z_loss
     )
     return loss
 
@@ -74,6 +76,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         vocab: int,
         vocabulary: VocabHead,
         softcap: float | None,
+        z_loss: float,
     ) -> Tensor:
         # Padding rows are multiplied, because round sizes are faster, and then ignored.
         real_rows = min(max(vocab - vocabulary.first_row, 0), weight_VD.shape[0])
@@ -95,12 +98,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 logits.div_(softcap).tanh_()
                 slopes = 1 - logits.square() if needs_grad else None
                 logits.mul_(softcap)
-            if x_ND.is_cuda and type(vocabulary) is VocabHead:
+            if x_ND.is_cuda and type(vocabulary) is VocabHead and not z_loss:
                 from steelyard.model.cross_entropy_kernel import fused_cross_entropy
 
                 losses, grad = fused_cross_entropy(logits, labels_N[part], weights, real_rows, needs_grad)
             elif needs_grad:
-                losses, grad = cross_entropy(logits, labels_N[part], weights, real_rows, vocabulary)
+                losses, grad = cross_entropy(logits, labels_N[part], weights, real_rows, vocabulary, z_loss)
             else:
                 losses = cross_entropy_alone(logits, labels_N[part], weights, real_rows, vocabulary)
             loss += losses.sum()
@@ -122,16 +125,25 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if grad_weight is not None:
             (grad_weight,) = torch._foreach_mul([grad_weight], grad_loss)  # Runs at memory bandwidth; `*` is slower.
             grad_weight = grad_weight.to(ctx.weight_dtype)
-        return grad_x, grad_weight, None, None, None, None, None
+        return grad_x, grad_weight, None, None, None, None, None, None
 
 
 def cross_entropy(
-    logits_NV: Tensor, labels_N: Tensor, weights_N: Tensor | None, real_rows: int, vocabulary: VocabHead
+    logits_NV: Tensor,
+    labels_N: Tensor,
+    weights_N: Tensor | None,
+    real_rows: int,
+    vocabulary: VocabHead,
+    z_loss: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """The weighted loss of each token, and the gradient of its logits. Rows after `real_rows` are padding."""
     dtype = logits_NV.dtype
-    losses_N, powers_NV, sums_N, local_N, is_local_N = _softmax_terms(logits_NV, labels_N, real_rows, vocabulary)
+    losses_N, powers_NV, sums_N, largest_N, local_N, is_local_N = _softmax_terms(
+        logits_NV, labels_N, real_rows, vocabulary
+    )
     grad_NV = powers_NV / sums_N[:, None]
+    if z_loss:
+        grad_NV = grad_NV * (1 + 2 * z_loss * (sums_N.log() + largest_N))[:, None]
     grad_NV.scatter_add_(1, local_N[:, None], -is_local_N[:, None].to(grad_NV.dtype))
     if weights_N is not None:
         losses_N = losses_N * weights_N
@@ -149,7 +161,7 @@ def cross_entropy_alone(
 
 def _softmax_terms(
     logits_NV: Tensor, labels_N: Tensor, real_rows: int, vocabulary: VocabHead
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The loss of each token, and the terms of its softmax and label from which the gradient is computed."""
     logits_NV = logits_NV.float()
     logits_NV[:, real_rows:] = -torch.inf
@@ -161,7 +173,7 @@ def _softmax_terms(
     powers_NV = (logits_NV - largest_N[:, None]).exp_()
     sums_N, label_logit_N = vocabulary.total(torch.stack([powers_NV.sum(dim=1), label_logit_N]))
     losses_N = sums_N.log() + largest_N - label_logit_N
-    return losses_N, powers_NV, sums_N, local_N, is_local_N
+    return losses_N, powers_NV, sums_N, largest_N, local_N, is_local_N
 
 
 def _add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:

@@ -61,9 +61,10 @@ class Distilling:
         vocab: int,
         vocabulary: VocabHead,
         softcap: float | None,
+        z_loss: float,
     ) -> Tensor:
         assert self.dense_BLD is not None
-        loss = linear_cross_entropy(x_BLD, weight_VD, labels_BL, loss_weights_BL, vocab, vocabulary, softcap)
+        loss = linear_cross_entropy(x_BLD, weight_VD, labels_BL, loss_weights_BL, vocab, vocabulary, softcap, z_loss)
         distance = divergence(x_BLD, self.dense_BLD, weight_VD, vocab, self.temperature, softcap)
         self.sums_2 += torch.stack([distance.detach().double(), torch.full_like(distance, labels_BL.numel()).double()])
         return loss + self.weight * (distance - distance.detach())

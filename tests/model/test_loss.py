@@ -76,3 +76,16 @@ def test_without_gradients_only_the_value_is_computed():
         found = linear_cross_entropy(x, weight, labels, None, VOCAB, VocabHead())
     assert not found.requires_grad
     torch.testing.assert_close(found, plain(x, weight, labels, None).detach())
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_the_z_loss_changes_the_gradient_and_not_the_value(softcap):
+    x, weight, labels, weights = drawn()
+    found = linear_cross_entropy(x, weight, labels, weights, VOCAB, VocabHead(), softcap, 0.1)
+    logits = (x @ weight.t())[..., :VOCAB]
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    each = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none") * weights.flatten()
+    penalty = 0.1 * (logits.logsumexp(-1).square() * weights).sum()
+    torch.testing.assert_close(found, each.sum())
+    wanted = torch.autograd.grad(each.sum() + penalty, (x, weight))
+    torch.testing.assert_close(torch.autograd.grad(found, (x, weight)), wanted)

@@ -31,7 +31,7 @@ FAMILIES = {
     "aux_loss=0.5, router_z_loss=0.1}",
     "shared-experts": "model={family='qwen3-moe', layers=4, hidden=32, heads=4, kv_heads=2, head_dim=16, vocab=97, "
     "experts=8, experts_per_token=3, ffn=24, expert_ffn=8, shared_ffn=16, dense_layers=[1], router_score='sigmoid', "
-    "router_bias_rate=0.01, aux_loss=0.1}",
+    "router_bias_rate=0.01, aux_loss=0.1, z_loss=0.01}",
 }
 FOUR_STEPS = [
     "train.steps=4", "log.every=1", "eval.every=2", "checkpoint.every=0", "train.global_batch=8",

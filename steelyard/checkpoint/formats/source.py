@@ -35,7 +35,7 @@ KNOWN = (
     "folder, a Steelyard run or checkpoint, a folder that export-sparse wrote, or a name on the hub (user/model)"
 )
 # Settings that do not change what weights compute, or that are checked by sizes.
-NOT_COMPARED = {"vocab", "vocab_multiple", "init_std", "dropout", "attention_dropout"}
+NOT_COMPARED = {"vocab", "vocab_multiple", "init_std", "dropout", "attention_dropout", "z_loss"}
 TABLES = ("embed.weight", "head.weight")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 

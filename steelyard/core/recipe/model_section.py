@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import Field, PositiveFloat, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
 from steelyard.core.recipe.blocks import PRE_NORM, AttentionBlock, LayerBlock, MlpBlock, ModelBlocks, NormBlock, Rope
 from steelyard.core.recipe.hf_fields import LLAMA_MODULES, HfFields, HfKeys
@@ -41,6 +41,7 @@ class ModelConfig(Section):
     init_std: PositiveFloat = 0.02
     dropout: Share = Field(0.0, description="dropout of the embedding's and of each residual branch's outputs")
     attention_dropout: Share = Field(0.0, description="dropout of attention weights")
+    z_loss: NonNegativeFloat = Field(0.0, description="weight of the squared log sum of the head's logits")
     ffn: InnerWidth
     tied: bool = False
     norm_eps: PositiveFloat = 1e-5

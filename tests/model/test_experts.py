@@ -1,0 +1,125 @@
+"""Experts against a loop over tokens: output, gradients, losses, capacity, and loads of every kind."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from steelyard.core.recipe.blocks import ExpertsBlock, Routing
+from steelyard.model.experts import DROPPED, ENTROPY, TOKENS, Experts, grouped_linear, grouped_mm, with_router_loss
+
+ROWS, LENGTH, HIDDEN, WIDTH, EXPERTS, TOP = 2, 12, 16, 8, 6, 2
+
+
+def experts(shared=None, **routing):
+    block = ExpertsBlock(HIDDEN, WIDTH, "silu", Routing(EXPERTS, TOP, **routing), shared)
+    module = Experts(block)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(0.5 * torch.randn(parameter.shape, generator=generator))
+    return module
+
+
+def drawn():
+    return torch.randn(ROWS, LENGTH, HIDDEN, generator=torch.Generator().manual_seed(1)).requires_grad_()
+
+
+def by_token(module, x_BLD):
+    """The same output, token by token. Returns the scores too, which sum to 1."""
+    routing, outputs, shares = module.block.routing, [], []
+    for x in x_BLD.flatten(0, 1):
+        logits = module.router.weight @ x
+        scores = logits.softmax(0) if routing.score == "softmax" else logits.sigmoid()
+        balance = 0 if module.router.balance is None else module.router.balance
+        chosen = (scores + balance).argsort(descending=True)[: routing.top_k]
+        weights = scores[chosen] / (scores[chosen].sum() if routing.normalizes else 1) * routing.scale
+        outputs.append(sum(w * mlp(module.experts, e, x) for w, e in zip(weights, chosen, strict=True)))
+        if module.shared is not None:
+            outputs[-1] = outputs[-1] + module.shared(x[None])[0]
+        shares.append((scores / scores.sum(), chosen))
+    return torch.stack(outputs).view_as(x_BLD), shares
+
+
+def mlp(stack, expert, x):
+    gate, up, down = (each.weight[expert] for each in (stack.gate, stack.up, stack.down))
+    return down @ (F.silu(gate @ x) * (up @ x))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"score": "sigmoid", "bias_rate": 0.1, "scale": 2.5},
+        {"normalizes": False, "shared": 10},
+        {"score": "sigmoid", "normalizes": False},
+    ],
+)
+def test_output_and_gradients_are_those_of_a_loop_over_tokens(settings):
+    module, x = experts(**settings), drawn()
+    expected, _ = by_token(module, x)
+    found, _ = module(x)
+    torch.testing.assert_close(found, expected)
+    leaves = [x, *(each for each in module.parameters() if each.requires_grad)]
+    weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(2))
+    wanted = torch.autograd.grad((expected * weights).sum(), leaves)
+    torch.testing.assert_close(torch.autograd.grad((found * weights).sum(), leaves), wanted)
+
+
+def test_the_losses_of_the_router_are_their_formulas():
+    module, x = experts(aux_loss=0.3, z_loss=0.2), drawn()
+    _, routed = module(x)
+    _, shares = by_token(module, x)
+    expected = 0.2 * (x @ module.router.weight.t()).logsumexp(-1).square().sum()
+    for row in range(ROWS):
+        tokens = shares[row * LENGTH : (row + 1) * LENGTH]
+        load = torch.stack([chosen for _, chosen in tokens]).flatten().bincount(minlength=EXPERTS) / (LENGTH * TOP)
+        expected = expected + 0.3 * EXPERTS * (load * sum(share for share, _ in tokens)).sum()
+    torch.testing.assert_close(routed.loss, expected)
+    through = with_router_loss(drawn(), routed.loss, torch.tensor(7.0)).sum()
+    wanted = torch.autograd.grad(7 * expected, module.router.weight)
+    torch.testing.assert_close(torch.autograd.grad(through, module.router.weight), wanted)
+    assert routed.stats[TOKENS] == ROWS * LENGTH
+    assert routed.stats[:TOKENS].sum() == ROWS * LENGTH * TOP
+    entropy = -sum((share * share.log()).sum() for share, _ in shares)
+    torch.testing.assert_close(routed.stats[ENTROPY], entropy.detach())
+
+
+def test_a_capacity_drops_the_last_tokens_of_a_sequence():
+    module, x = experts(capacity=0.5), drawn()
+    limit = 2  # half of 12 tokens x 2 experts / 6 experts
+    found, routed = module(x)
+    _, shares = by_token(module, x)
+    taken, dropped = torch.zeros(ROWS, EXPERTS), 0
+    for token, (row, place) in enumerate((row, place) for row in range(ROWS) for place in range(LENGTH)):
+        scores, chosen = shares[token]
+        expected = torch.zeros(HIDDEN)
+        for expert in chosen.tolist():
+            taken[row, expert] += 1
+            if taken[row, expert] <= limit:
+                expected += scores[expert] / scores[chosen].sum() * mlp(module.experts, expert, x[row, place])
+            else:
+                dropped += 1
+        torch.testing.assert_close(found[row, place], expected)
+    assert routed.stats[DROPPED] == dropped > 0
+
+
+@pytest.mark.parametrize(
+    "counts", [[4, 4, 4, 4], [16, 0, 0, 0], [0, 0, 0, 16], [0, 1, 15, 0], [3, 0, 5, 2], [0, 0, 0, 0]]
+)
+def test_grouped_products_are_those_of_each_expert_for_any_load(counts):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(16, 32, generator=generator).requires_grad_()
+    weight = torch.randn(4, 24, 32, generator=generator).requires_grad_()
+    expected = torch.zeros(16, 24)
+    first = 0
+    for number, count in enumerate(counts):
+        expected[first : first + count] = x[first : first + count] @ weight[number].t()
+        first += count
+    upstream = torch.randn(16, 24, generator=generator)
+    wanted = torch.autograd.grad((expected * upstream).sum(), (x, weight), allow_unused=True)
+    for product in (grouped_linear, grouped_mm):
+        found = product(x, weight, torch.tensor(counts))
+        torch.testing.assert_close(found, expected)
+        gradients = torch.autograd.grad((found * upstream).sum(), (x, weight))
+        for ours, theirs in zip(gradients, wanted, strict=True):
+            torch.testing.assert_close(ours, torch.zeros_like(ours) if theirs is None else theirs)
