@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 from steelyard.checkpoint.formats.write import Target
 from steelyard.checkpoint.formats.write import convert as to_format
@@ -126,6 +127,24 @@ def test_the_guide_to_tuning_works_as_written(place, hub):
     base, tuned = (hub.model(f"{USER}/gpt_0.125B{rest}") for rest in ("", "_openassistant"))
     assert base.files["model.safetensors"] != tuned.files["model.safetensors"]
     assert b"### Response:" in tuned.files["chat_template.jinja"]
+
+
+@pytest.mark.slow
+def test_the_guide_to_experts_works_as_written(place):
+    Path("quickstart").mkdir()
+    convert([Path("botchan.txt")], Path("quickstart/corpus.jsonl"))  # less text than quickstart would collect
+    lines = commands("guide-experts.md")
+    assert len(lines) >= 7
+    for line in lines:
+        small = re.sub(r"train\.steps=\d+", "train.steps=2", line)
+        small += " train.steps=4" if "quickstart" in small and "train.steps" not in small else ""
+        small += " eval.batches=1 data.sequence_length=64" if " train " in small or " quickstart " in small else ""
+        command = [sys.executable, "-m", "steelyard", *shlex.split(small)[1:]]
+        done = preloaded.run(command, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, f"{small}\n{done.stderr}"
+    assert "Expert load" in Path("runs/experts/report.html").read_text()
+    network = transformers.AutoModelForCausalLM.from_pretrained("hf/experts")
+    assert type(network).__name__ == "MixtralForCausalLM"
 
 
 @pytest.mark.slow

@@ -15,10 +15,12 @@ from steelyard.checkpoint import folder
 from steelyard.core.console import console
 from steelyard.core.errors import Interrupted, SteelyardError, UserError
 from steelyard.core.recipe import load_recipe
+from steelyard.core.recipe.blocks import ExpertsBlock, Routing
 from steelyard.finetuning import sft
 from steelyard.model import loss as losses
+from steelyard.model.experts import Experts
 from steelyard.model.loss import linear_cross_entropy
-from steelyard.parallel import tensor_parallel
+from steelyard.parallel import expert_parallel, tensor_parallel
 from steelyard.parallel.mesh import MeshAxis
 from steelyard.parallel.tensor_parallel import VocabParallelHead
 from steelyard.parallel.world import init_distributed
@@ -158,6 +160,38 @@ def loss_over_the_vocabulary(rows_at_once: int) -> dict[str, Any]:
         found.backward()
         losses.CHUNK_BYTES = 1 << 30
     return {"loss": found.detach(), "x": x.grad, "weight": mine.grad}
+
+
+def experts_with_a_load(weights_X: list[float]) -> dict[str, Any]:
+    """Experts on all ranks, whose router prefers some: outputs and gradients, and those of one process on all rows."""
+    size = len(weights_X)
+    block = ExpertsBlock(8, 4, "silu", Routing(size, 2))
+    with init_distributed("cpu", 0.5) as world:
+        whole, mine, ones = Experts(block), Experts(block), torch.ones(world.size * 2, 6, 8)
+        x = torch.randn(ones.shape, generator=torch.Generator().manual_seed(3)) + ones
+        for name, parameter in whole.named_parameters():
+            parameter.data.normal_(0, 0.5, generator=torch.Generator().manual_seed(len(name)))
+        whole.router.weight.data.copy_(torch.tensor(weights_X)[:, None].expand(size, 8) + whole.router.weight.data / 50)
+        mine.load_state_dict(whole.state_dict())
+        rows, axis = slice(2 * world.rank, 2 * world.rank + 2), MeshAxis(world.rank, world.size, dist.group.WORLD)
+        holder = torch.nn.ModuleDict({"mlp": mine})
+        expert_parallel.split(holder, axis)  # type: ignore[arg-type]
+        expected, routed = whole(x)
+        expected.square().sum().backward()
+        found, _ = mine(x[rows])
+        found.square().sum().backward()
+        router = mine.router.weight.grad.clone()
+        dist.all_reduce(router)
+    first = world.rank * size // world.size
+    experts = slice(first, first + size // world.size)
+    pairs = {"output": (found, expected[rows]), "router": (router, whole.router.weight.grad)}
+    for name, parameter in mine.experts.named_parameters():
+        pairs[name] = parameter.grad, whole.experts.get_parameter(name).grad[experts]
+    worst = {
+        name: ((a - b).abs().max() / b.abs().max().clamp(min=1e-6)).item() if a is not None else -1.0
+        for name, (a, b) in pairs.items()
+    }
+    return {"worst": worst, "counts": routed.stats[:size].tolist()}
 
 
 def training_in(folder: Path, overrides: list[str], run: str) -> None:

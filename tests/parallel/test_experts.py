@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.parallel import jobs
 from tests.parallel.conftest import Layouts, difference
 from tests.parallel.test_layouts import LARGER, LARGEST, parallel
 from tests.parallel.test_resume import HORIZON, halves
@@ -43,6 +44,18 @@ def test_experts_train_alike_on_a_layout(layouts: Layouts, family: str, layout: 
     curve, alone = layouts.run(size, family, *overrides, *SGD).metrics(), layouts.alone(family, *SGD)
     assert difference(curve, alone) < SGD_ROUNDING
     assert_same_routing(curve, alone)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+    ("prefers", "idle"),
+    [([0.0, 0.0, 0.0, 0.0], 0), ([9.0, 5.0, 1.0, 0.0], 2), ([0.0, 0.0, 5.0, 9.0], 2), ([0.5, 9.0, 0.5, 0.0], 0)],
+    ids=["even", "first rank alone", "last rank alone", "one expert has every token"],
+)
+def test_slots_reach_their_experts_for_any_load(layouts: Layouts, ranks: int, prefers: list[float], idle: int):
+    for outcome in layouts.ranks.do(ranks, jobs.experts_with_a_load, prefers):
+        assert max(outcome["worst"].values()) < 1e-5, outcome
+        assert outcome["counts"].count(0.0) == idle, outcome
 
 
 @pytest.mark.parametrize("recompute", ["full", "selective"])
