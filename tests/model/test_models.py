@@ -1,10 +1,13 @@
 import pytest
 import torch
+from transformers import StableLmConfig
+from transformers.models.stablelm import modeling_stablelm as stablelm
 
 from steelyard import model
+from steelyard.core.errors import UserError
 from steelyard.core.recipe import load_recipe
 from steelyard.model import attention
-from steelyard.model.rope import scaled
+from steelyard.model.rope import apply_rope, rope_cos_sin, scaled
 from steelyard.tokens.dataloader import learned_in, starts_of
 
 TINY = {
@@ -204,3 +207,20 @@ def test_initial_weights_are_the_same_whatever_the_default_device_is():
         with torch.device("meta"):
             drawn = model.initial(name, range(rows), row_shape, 1, built.config.init_std, built.config.layers)
         assert torch.equal(drawn, parameter)
+
+
+def test_partial_rotary_positions_are_those_of_transformers():
+    recipe = load_recipe("llama3.2-1b", [*TINY["llama"], "model.head_dim=32", "model.rope_share=0.25"])
+    rope = recipe.model.blocks.layers[0].attention.rope
+    assert rope.width == 8
+    theirs = StableLmConfig(
+        hidden_size=128, num_attention_heads=4,
+        rope_parameters={"rope_type": "default", "rope_theta": rope.theta, "partial_rotary_factor": 0.25},
+    )  # fmt: skip
+    positions, query = torch.arange(9)[None], torch.randn(1, 4, 9, 32, generator=torch.Generator().manual_seed(0))
+    rotation = stablelm.StableLmRotaryEmbedding(theirs)(query, positions)
+    expected, _ = stablelm.apply_rotary_pos_emb(query[..., :8], query[..., :8], *rotation)
+    plain = rope_cos_sin(type(rope)(rope.theta, rope.width), positions)
+    torch.testing.assert_close(apply_rope(query, plain), torch.cat([expected, query[..., 8:]], dim=-1))
+    with pytest.raises(UserError, match=r"model\.rope_share"):
+        recipe.model.to_hf({})

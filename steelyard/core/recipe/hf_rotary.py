@@ -132,6 +132,11 @@ def layer_types(layers: int, every: int) -> list[str]:
 
 def rotary_config(config: RotaryConfig, extra: dict[str, Any]) -> dict[str, Any]:
     """The config.json of the keys of `RotaryConfig`."""
+    if config.rope_share != 1:
+        raise UserError(
+            f"model.rope_share = {config.rope_share} has no counterpart in {config.architectures[0]} of transformers",
+            hint="convert to steelyard, or train without this key",
+        )
     return {
         "hidden_size": config.hidden, "num_hidden_layers": config.layers, "num_attention_heads": config.heads,
         "num_key_value_heads": config.kv_heads, "head_dim": config.head_dim, "intermediate_size": config.ffn,

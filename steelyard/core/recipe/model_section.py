@@ -105,6 +105,9 @@ class RotaryConfig(ModelConfig):
     head_dim: Heads = Field(default_factory=lambda data: max(1, data["hidden"] // data["heads"]))
     rope_theta: PositiveFloat = 10000.0
     rope_scaling: RopeScaling | None = None
+    rope_share: Annotated[float, Field(gt=0, le=1)] = Field(
+        1.0, description="share of the dimensions of a head that RoPE rotates, from the first"
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -122,11 +125,11 @@ class RotaryConfig(ModelConfig):
         for rope in self.blocks.ropes():
             if rope.scaling is not None and rope.scaling.kind == "yarn" and rope.theta <= 1:
                 raise contradiction("model.rope_theta", "must be above 1 for YaRN", "the usual value is 10000.0")
-            if rope.width % 2:
+            if rope.width % 2 or not rope.width:
                 raise contradiction(
                     "model.head_dim",
-                    f"{rope.width} is odd, but RoPE rotates pairs of dimensions",
-                    "choose model.hidden and model.heads so that the head dimension is even",
+                    f"RoPE rotates pairs of dimensions, but its width is {rope.width}",
+                    "choose model.hidden and model.heads, or model.rope_share, so that it is even and above 0",
                 )
         return self
 
@@ -139,8 +142,8 @@ class RotaryConfig(ModelConfig):
         return AttentionBlock(self.hidden, self.heads, self.kv_heads, self.head_dim, rope=self.rope())
 
     def rope(self) -> Rope:
-        """Rotary positions of all dimensions of a head."""
-        return Rope(self.rope_theta, self.head_dim, self.rope_scaling)
+        """Rotary positions of a layer."""
+        return Rope(self.rope_theta, int(self.head_dim * self.rope_share), self.rope_scaling)
 
 
 def swiglu_width(hidden: int) -> int:

@@ -107,11 +107,10 @@ def tensor(model: ModelConfig, parallel: ParallelSection, sequence_length: int) 
             "model.attention_dropout", "is not available with context parallelism", "set parallel.context to 1"
         )
     attentions = {layer.attention for layer in model.blocks.layers}
-    if parallel.context > 1 and any(each.window is not None or each.softcap is not None for each in attentions):
+    if parallel.context > 1 and any(each.softcap is not None for each in attentions):
         raise contradiction(
-            "parallel.context", "sliding windows and soft caps are not available with context parallelism",
-            "set parallel.context to 1",
-        )  # fmt: skip
+            "parallel.context", "soft caps are not available with context parallelism", "set parallel.context to 1"
+        )
 
 
 def experts(model: ModelConfig, parallel: ParallelSection) -> None:

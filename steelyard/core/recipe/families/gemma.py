@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from steelyard.core.errors import UserError
-from steelyard.core.recipe.blocks import NORM_PLACES, AttentionBlock, NormBlock, Rope
+from steelyard.core.recipe.blocks import NORM_PLACES, AttentionBlock, NormBlock
 from steelyard.core.recipe.hf_fields import SANDWICH_MODULES, HfFields, HfKeys
 from steelyard.core.recipe.hf_rotary import (
     FULL,
@@ -111,7 +111,9 @@ class Gemma3Config(GemmaConfig):
 
     def attention(self, number: int) -> AttentionBlock:
         attention = super().attention(number)
-        rope = self.rope() if attention.window is None else Rope(self.local_rope_theta, self.head_dim)
+        rope = (
+            self.rope() if attention.window is None else replace(self.rope(), theta=self.local_rope_theta, scaling=None)
+        )
         return replace(attention, rope=rope, norm=NormBlock(self.head_dim, self.norm_eps, is_offset=True))
 
     @classmethod
