@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from tests.finetuning.conftest import write_bases
-from tests.parallel import test_finetuning, test_layouts, test_masks, test_prune
+from tests.parallel import test_experts, test_finetuning, test_layouts, test_masks, test_prune
 from tests.parallel.conftest import FAMILIES, Layouts, difference
 from tests.parallel.test_layouts import LARGEST, parallel
 from tests.parallel.test_settings import SGD
@@ -33,6 +33,10 @@ FOR_NF4 = [("llama", "zero 3"), ("llama", "tensor"), ("llama", "pipeline")]
 FOR_PRUNE = ["data", "tensor", "data x tensor"]
 FOR_FAMILIES = ["mistral", "qwen3", "gemma2", "gemma3", "olmo2", "smollm3"]
 FAMILY_ROUNDING = 1e-5  # with SGD
+FOR_EXPERTS = [
+    "expert zero 0", "expert zero 1", "expert zero 2 on 4", "expert zero 3 on 4", "expert 4", "expert x tensor",
+    "expert x context", "expert x pipeline", "tensor",
+]  # fmt: skip
 FOR_COMPILED = ["zero 3 on 2", "tensor", "sequence", "context", "pipeline 2 1f1b", "data x tensor zero 3"]
 LAST = ("gpipe", "hybrid", "empty")
 FOR_PRECISION = ["zero 3 on 2", "tensor", "pipeline 2 1f1b", "pipeline 2 zero-bubble"]
@@ -104,6 +108,14 @@ def cases() -> list[Case]:
             if precision == "fp32" or family in ("mistral", "gemma2"):
                 settings = (*UNCOMPILED, *SGD, f"train.precision={precision}")
                 name = f"tensor x pipeline, {family}, {precision}"
+                found.append(Case(name, ranks, family, overrides, tolerance, settings, precision=precision))
+    for number, layout in enumerate(FOR_EXPERTS):
+        ranks, overrides = test_experts.LAYOUTS[layout]
+        family = ("experts", "shared-experts")[number % 2]
+        for precision, tolerance in (("fp32", FAMILY_ROUNDING), ("bf16", BF16)):
+            if precision == "fp32" or layout in ("expert zero 1", "expert x tensor"):
+                settings = (*UNCOMPILED, *SGD, f"train.precision={precision}")
+                name = f"{layout}, {family}, {precision}"
                 found.append(Case(name, ranks, family, overrides, tolerance, settings, precision=precision))
     for layout in FOR_PRUNE:
         ranks, tensor = test_prune.LAYOUTS[layout]
