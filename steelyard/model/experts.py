@@ -101,7 +101,8 @@ class ExpertLinear(nn.Module):
 def grouped_linear(x_SD: Tensor, weight_XFD: Tensor, counts_X: Tensor) -> Tensor:
     """The product of each slot with the matrix of its expert. Slots are sorted; those after the counts give zeros."""
     weight_XFD = weight_XFD.to(x_SD.dtype)
-    if x_SD.is_cuda and x_SD.dtype == torch.bfloat16:
+    is_aligned = weight_XFD.shape[1] % 8 == 0 and weight_XFD.shape[2] % 8 == 0  # rows of 16 bytes
+    if x_SD.is_cuda and x_SD.dtype == torch.bfloat16 and is_aligned:
         return grouped_mm(x_SD, weight_XFD, counts_X)
     counts = counts_X.tolist()
     parts = x_SD.split([*counts, len(x_SD) - sum(counts)])
