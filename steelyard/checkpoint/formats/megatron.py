@@ -42,13 +42,13 @@ def opened(path: Path) -> Mapped | None:
         if folder == path:
             return None
         raise UserError(f"{folder} does not exist", where=str(path / megatron_args.LATEST))
-    files = _files(folder)
-    if not files:
+    numbered = _files(folder)
+    if not numbered:
         return None
-    first = _state(files[min(files)])
+    first = _state(numbered[min(numbered)])
     args = safe_unpickle.settings_of(first.get("args"))
-    config = megatron_args.config_from_args(args, str(files[min(files)]))
-    files = _by_rank(files, args)
+    config = megatron_args.config_from_args(args, str(numbered[min(numbered)]))
+    files = _by_rank(numbered, args)
     tensor, pipeline, expert = (1 + max(ranks) for ranks in zip(*files, strict=True))
     _refuse_missing(folder, files, (tensor, pipeline, expert))
     if config.blocks.has_experts and args.get("expert_tensor_parallel_size") not in (None, tensor):
