@@ -115,6 +115,7 @@ def _with_experts(draft: Draft, family: str) -> str:
     if family == "gpt":
         reason = "gpt has no experts: mixtral has them, with rotary positions, RMSNorm and SwiGLU"
         draft.reject("model.family", with_experts, reason)
+    draft.put("model.family", with_experts)
     draft.put("model.experts", experts[0] if experts else 1)
     return with_experts
 

@@ -12,8 +12,9 @@ from steelyard.checkpoint.formats.megatron_layout import MegatronLayout
 from steelyard.checkpoint.formats.write import Target, convert
 from steelyard.core.errors import UserError
 from steelyard.core.recipe.families.moe import MixtralConfig
+from steelyard.core.recipe.families.qwen3 import Qwen3Config
 from tests.checkpoint.gpt_model import TOKENS
-from tests.checkpoint.models import EXPERTS, ROUTED, Held, assert_equal, written
+from tests.checkpoint.models import EXPERTS, ROUTED, SIZES, Held, assert_equal, written
 
 FILE = "model_optim_rng.pt"
 ENGINE, GROUPED = {"engine": True}, {"engine": True, "grouped": True}
@@ -50,6 +51,12 @@ def test_experts_are_read_back(tmp_path, name, layout):
 @pytest.mark.parametrize("name", EXPERTS)
 def test_torch_dist_is_read_back(tmp_path, name):
     assert_equal(Held(EXPERTS[name]), open_source(written(tmp_path, name, "megatron-dist")))
+
+
+def test_norms_of_queries_and_keys_make_qwen3(tmp_path):
+    source = Held(Qwen3Config(family="qwen3", kv_heads=2, head_dim=8, ffn=48, **SIZES))
+    convert(source, tmp_path / "m", Target("megatron", MegatronLayout(2)))
+    assert_equal(source, open_source(tmp_path / "m"))
 
 
 def of_expert_ranks(folder: Path, ranks: int, change=lambda model, local: model) -> None:
