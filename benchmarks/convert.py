@@ -36,7 +36,7 @@ import sys
 from pathlib import Path
 from steelyard.checkpoint.formats import open_source
 from steelyard.checkpoint.formats.write import Target, convert
-from steelyard.checkpoint.formats.write_megatron import MegatronLayout
+from steelyard.checkpoint.formats.megatron_layout import MegatronLayout
 import time
 started = time.perf_counter()
 convert(open_source(sys.argv[1]), Path(sys.argv[2]), Target("megatron", MegatronLayout(8, 2)))

@@ -122,9 +122,9 @@ def convert(
     `tensor` and `pipeline` are the ranks of a `megatron` checkpoint.
     """
     from steelyard.checkpoint.formats import open_source
+    from steelyard.checkpoint.formats.megatron_layout import MegatronLayout
     from steelyard.checkpoint.formats.write import DTYPES, Target
     from steelyard.checkpoint.formats.write import convert as write
-    from steelyard.checkpoint.formats.write_megatron import MegatronLayout
 
     _choose("to", to, ("hf", "megatron", "megatron-dist", "steelyard"))
     if dtype is not None:

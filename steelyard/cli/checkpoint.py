@@ -64,6 +64,9 @@ def convert(
         str | None, typer.Option(help="Layers of each pipeline rank, such as 11-13.", show_default=False)
     ] = None,
     layers: Annotated[Layers, typer.Option(help="The naming of the norms in a megatron checkpoint.")] = Layers.local,
+    grouped_experts: Annotated[
+        bool, typer.Option("--grouped-experts", help="Name the experts as --moe-grouped-gemm of Megatron does.")
+    ] = False,
     dtype: Annotated[StoredDtype | None, typer.Option(help="[default: that of the source]", show_default=False)] = None,
     shard_size: Annotated[str, typer.Option(help="Maximum size of an hf weight file.")] = "5GB",
     tokenizer: Annotated[
@@ -76,12 +79,12 @@ def convert(
     Example: steelyard checkpoint convert models/Llama-3.1-70B megatron --to megatron --tensor 8 --pipeline 2
     """
     from steelyard.checkpoint.formats import open_source
+    from steelyard.checkpoint.formats.megatron_layout import MegatronLayout
     from steelyard.checkpoint.formats.write import DTYPES, Target
     from steelyard.checkpoint.formats.write import convert as write
-    from steelyard.checkpoint.formats.write_megatron import MegatronLayout
 
     engine = layers is Layers.transformer_engine
-    layout = MegatronLayout(tensor, pipeline, _counts(partition) if partition else None, engine)
+    layout = MegatronLayout(tensor, pipeline, _counts(partition) if partition else None, engine, grouped_experts)
     target = Target(to.value, layout, DTYPES[dtype.value] if dtype else None, _bytes(shard_size), tokenizer)
     result = write(open_source(source), destination, target)
     print_result(result, json, f"{destination}: {to.value}, {result['dtype']}, {units.size(result['bytes'])}")

@@ -2,7 +2,8 @@
 carried over.
 
 Flags whose meaning depends on other flags are in `RULED`; their code is in `model_flags.py`, `training_flags.py`,
-`parallel_flags.py` and `sparsity_flags.py`. Defaults are those of Megatron-LM (core 0.5 to 0.16) unless noted.
+`parallel_flags.py`, `expert_flags.py` and `sparsity_flags.py`. Defaults are those of Megatron-LM (core 0.5 to
+0.16) unless noted.
 """
 
 from __future__ import annotations
@@ -78,7 +79,35 @@ RULED: dict[str, int | None] = {
     "--deepspeed-activation-checkpointing": 0, "--checkpoint-num-layers": 1,
     "--gumbel-temperature-range": 2, "--gumbel-scale-range": 2, "--N": 1, "--M": 1, "--mask-only": 0, "--hard": 0,
     "--weight-reg": 2, "--prior-strength": 1, "--lr-mult": 1,
+    "--qk-layernorm": 0, "--moe-router-topk": 1, "--moe-ffn-hidden-size": 1, "--moe-layer-freq": 1,
+    "--moe-shared-expert-intermediate-size": 1, "--moe-router-score-function": 1, "--moe-router-pre-softmax": 0,
+    "--moe-router-topk-scaling-factor": 1, "--moe-router-enable-expert-bias": 0, "--moe-router-bias-update-rate": 1,
+    "--moe-router-load-balancing-type": None, "--moe-aux-loss-coeff": None, "--moe-z-loss-coeff": 1,
+    "--moe-expert-capacity-factor": 1, "--moe-token-drop-policy": 1, "--expert-model-parallel-size": 1,
+    "--expert-tensor-parallel-size": 1,
 }  # fmt: skip
+# Flags that concern only experts. `expert_flags.py` reads them if the model has some.
+OF_EXPERTS = ("--moe-*", "--expert-*", "--disable-moe-*", "--create-moe-param-group")
+EXPERTS_NOT_NEEDED: dict[str, list[str]] = {
+    "affects only speed: Steelyard computes all experts of a rank in one product": [
+        "--moe-grouped-gemm", "--moe-use-legacy-grouped-gemm", "--moe-token-dispatcher-type", "--moe-permute-fusion",
+        "--moe-router-fusion", "--moe-pad-expert-input-to-capacity", "--moe-shared-expert-overlap",
+        "--moe-enable-deepep", "--moe-flex-dispatcher-backend", "--moe-deepep-*", "--moe-hybridep-*",
+        "--moe-layer-recompute", "--moe-extended-tp", "--moe-router-padding-for-*", "--moe-per-layer-logging",
+    ],
+    "always on in Steelyard: the router computes in fp32": ["--moe-router-dtype"],
+}  # fmt: skip
+EXPERTS_NOT_CARRIED: dict[str, str] = {
+    "--moe-shared-expert-gate": "this changes the model: the shared expert has no gate",
+    "--moe-router-group-topk": "this changes the model: a token may use experts of all groups",
+    "--moe-router-num-groups": "a token may use experts of all groups",
+    "--moe-router-topk-limited-devices": "this changes the model: a token may use experts of all ranks",
+    "--moe-latent-size": "this changes the model: experts have no latent projections",
+    "--moe-apply-probs-on-input": "this changes the model: the router's weights apply to the output of experts",
+    "--moe-input-jitter-eps": "the router's input has no noise",
+    "--moe-router-force-load-balancing": "tokens always go to the experts that the router chooses",
+    "--moe-use-upcycling": "experts are not made from the weights of a dense model",
+}
 # Flags that need no key, by reason; * matches any characters.
 NOT_NEEDED: dict[str, list[str]] = {
     "affects only speed: Steelyard chooses kernels and communication overlap itself": [
@@ -98,7 +127,7 @@ NOT_NEEDED: dict[str, list[str]] = {
         "--use-contiguous-parameters-in-local-ddp",
     ],
     "how fp8 is scaled is not a setting of a recipe": ["--fp8-*"],
-    "no effect on a model without experts": ["--moe-*", "--expert-*", "--disable-moe-*", "--create-moe-param-group"],
+    "no effect on a model without experts": [*OF_EXPERTS],
     "always on in Steelyard: softmax and gradient accumulation are fp32": [
         "--accumulate-allreduce-grads-in-fp32", "--attention-softmax-in-fp32",
     ],
@@ -145,7 +174,7 @@ NOT_CARRIED: dict[str, str] = {
     "--wandb-entity": "set WANDB_ENTITY",
     "--pipeline-model-parallel-layout": "set the layers per stage in parallel.partition",
     "--pipeline-model-parallel-split-rank": "encoder-decoder models are not supported",
-    "--qk-layernorm": "this changes the model: the family qwen3 has norms of queries and keys",
+    "--window-attn-skip-freq": "this changes the model: all layers have the same window",
     "--apply-layernorm-1p": "this changes the model: its norm weights are stored as differences from 1",
     "--layernorm-zero-centered-gamma": "this changes the model: its norm weights are stored as differences from 1",
     "--apply-residual-connection-post-layernorm": "this changes the model: residuals add to the input before the norm",

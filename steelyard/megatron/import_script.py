@@ -10,7 +10,7 @@ from typing import Any
 
 from steelyard.core.errors import UserError
 from steelyard.core.recipe.load import problems
-from steelyard.megatron import model_flags, parallel_flags, sparsity_flags, tool_commands, training_flags
+from steelyard.megatron import expert_flags, model_flags, parallel_flags, sparsity_flags, tool_commands, training_flags
 from steelyard.megatron.cli_args import DroppedFlag, Given, canonical
 from steelyard.megatron.flag_table import SHAPES, VARIABLES
 from steelyard.megatron.recipe_draft import Draft
@@ -164,6 +164,7 @@ def _write(draft: Draft, program: str, ranks: int | None, sgd: str | None, count
     model_flags.vocabulary(draft, count)
     training_flags.data(draft)
     parallel_flags.batch(draft)
+    expert_flags.experts(draft)
     training_flags.train(draft, config)
     training_flags.optim(draft, sgd)
     training_flags.checkpoint(draft)

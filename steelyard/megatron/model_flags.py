@@ -10,17 +10,20 @@ from steelyard.core.errors import UserError
 from steelyard.megatron.cli_args import canonical
 from steelyard.megatron.flag_table import REFUSED, VOCABULARIES
 from steelyard.megatron.recipe_draft import Draft
+from steelyard.megatron.shell import symbolic
 
 Count = Callable[[str], int | None]
 NEEDED = {"model.layers": "--num-layers", "model.hidden": "--hidden-size", "model.heads": "--num-attention-heads"}
-PLACEHOLDER = {"gpt": 50257, "llama": 32000}
+PLACEHOLDERS = {"gpt": 50257}
+OTHER_PLACEHOLDER = 32000
+FAMILIES = "families: gpt, llama, qwen3, mixtral, qwen3-moe"
 ROTARY = "--use-rotary-position-embeddings"
 
 
 def model(draft: Draft, program: str) -> None:
     """Convert the flags of the model's family and sizes."""
     _refuse_other_kinds(draft, program)
-    family = _family(draft)
+    family = _with_experts(draft, _with_norms(draft, _family(draft)))
     draft.put("model.family", family)
     for key, flag in NEEDED.items():
         value = draft.given.whole(flag, key)
@@ -50,22 +53,12 @@ def _missing(draft: Draft, flag: str) -> str:
 
 
 def _refuse_other_kinds(draft: Draft, program: str) -> None:
-    given = draft.given
-    given_experts = given.has("--num-experts")
-    experts = given.numbers("--num-experts", "model.family", int)
-    if given_experts and any(count > 1 for count in experts or [2]):
-        message = "--num-experts selects a mixture of experts, which no family supports"
-        raise UserError(message, where=given.where, hint="families: gpt, llama")
-    given.carried.pop("--num-experts", None)
-    given.leave("--num-experts", "one expert is a dense model", matters=False)
     for flag, what in REFUSED.items():
         if draft.given.has(flag):
-            raise UserError(
-                f"{flag} selects {what}, which no family supports", where=draft.given.where, hint="families: gpt, llama"
-            )
+            raise UserError(f"{flag} selects {what}, which no family supports", where=draft.given.where, hint=FAMILIES)
     if other := re.search(r"bert|t5|vision|vlm|mamba|retro|ict|multimodal", program.lower()):
         message = f"{program} trains a {other.group()} model, which no family supports"
-        raise UserError(message, where=draft.given.where, hint="families: gpt, llama")
+        raise UserError(message, where=draft.given.where, hint=FAMILIES)
 
 
 def _family(draft: Draft) -> str:
@@ -94,9 +87,42 @@ def _family(draft: Draft) -> str:
     return nearest
 
 
+def _with_norms(draft: Draft, family: str) -> str:
+    """The family with norms of queries and keys, if the model has them."""
+    if family == "gpt":
+        draft.given.leave("--qk-layernorm", "this changes the model: gpt has no norms of queries and keys")
+        return family
+    return "qwen3" if draft.given.switch("--qk-layernorm", "model.family") else family
+
+
+def _with_experts(draft: Draft, family: str) -> str:
+    """The family with experts, if the model has them. Megatron-DeepSpeed counts the experts of each layer."""
+    given = draft.given
+    if not given.has("--num-experts"):
+        return family
+    written = symbolic.shown(" ".join(given.flags["--num-experts"]))
+    experts = given.numbers("--num-experts", "model.experts", int)
+    if len(set(experts)) > 1:
+        message = f"--num-experts {written} selects other numbers of experts in other layers, which no family supports"
+        raise UserError(message, where=given.where, hint=FAMILIES)
+    if experts and experts[0] <= 1:
+        given.carried.pop("--num-experts", None)
+        given.leave("--num-experts", "one expert is a dense model", matters=False)
+        return family
+    with_experts = "qwen3-moe" if family == "qwen3" else "mixtral"
+    if not experts and "model.experts" not in draft.unsound:
+        draft.reject("model.experts", None, f"--num-experts is {written}, which is not known")
+    if family == "gpt":
+        reason = "gpt has no experts: mixtral has them, with rotary positions, RMSNorm and SwiGLU"
+        draft.reject("model.family", with_experts, reason)
+    draft.put("model.family", with_experts)
+    draft.put("model.experts", experts[0] if experts else 1)
+    return with_experts
+
+
 def _widths(draft: Draft, family: str) -> None:
     given, hidden, heads = draft.given, draft.get("model.hidden"), draft.get("model.heads")
-    width = int(4 * hidden * 2 / 3 / 64) * 64 if family == "llama" else 4 * hidden
+    width = 4 * hidden if family == "gpt" else int(4 * hidden * 2 / 3 / 64) * 64
     draft.put_or(
         "model.ffn",
         given.whole("--ffn-hidden-size", "model.ffn"),
@@ -105,12 +131,12 @@ def _widths(draft: Draft, family: str) -> None:
     head_dim = given.whole("--kv-channels", "model.head_dim")
     grouped = given.switch("--group-query-attention", "model.kv_heads")
     groups = given.whole("--num-query-groups", "model.kv_heads")
-    if family == "llama":
+    if family != "gpt":
         draft.put_or(
             "model.kv_heads", groups or (1 if grouped else None), None if "model.heads" in draft.unsound else heads
         )
-        if head_dim is not None:
-            draft.put("model.head_dim", head_dim)
+        # The default of qwen3 is not that of Megatron.
+        draft.put_or("model.head_dim", head_dim, hidden // heads if family.startswith("qwen3") else None)
         return
     if (groups or (1 if grouped else heads)) != heads:
         reason = "gpt has as many key-value heads as heads, but --group-query-attention sets fewer"
@@ -147,25 +173,42 @@ def _biases(draft: Draft, family: str) -> None:
         for flag in ("--add-qkv-bias", "--use-bias"):
             given.leave(flag, "gpt always has these biases", matters=False)
         return
-    given.leave("--use-bias", "this changes the model: llama has no biases")
+    given.leave("--use-bias", f"this changes the model: {family} has no biases")
     if not given.switch("--disable-bias-linear", "model.family") and not given.has("--use-rms-norm"):
-        draft.reject("model.family", family, "--disable-bias-linear is not given, so the model has biases, llama none")
+        reason = f"--disable-bias-linear is not given, so the model has biases, {family} none"
+        draft.reject("model.family", family, reason)
+    if family != "llama":
+        given.leave(
+            "--add-qkv-bias", f"this changes the model: {family} has no biases of queries, keys and values alone"
+        )
+        return
     draft.put_or("model.qkv_bias", given.switch("--add-qkv-bias", "model.qkv_bias") or None, False)
 
 
 def _attention(draft: Draft) -> None:
     """Windows and interpolation, which change the model unless they have no effect on these sequences."""
     given, length = draft.given, draft.get("data.sequence_length")
-    window = given.numbers("--window-size", "data.sequence_length", int)
+    window = _window(draft)
     given.carried.pop("--window-size", None)
     if window and max(window) >= length:
         given.leave("--window-size", "no effect: the window is not shorter than the sequence", matters=False)
+    elif len(window) == 2 and window[1] == 0 and draft.get("model.family") != "gpt":
+        draft.put("model.window", window[0] + 1)  # Megatron counts the tokens before the token itself.
+        given.carry("--window-size", "model.window")
     given.leave("--window-size", "this changes the model: set model.window, counted with the token itself")
     factor = given.real("--rotary-seq-len-interpolation-factor", "model.rope_theta")
     given.carried.pop("--rotary-seq-len-interpolation-factor", None)
     if factor == 1:
         given.leave("--rotary-seq-len-interpolation-factor", "1 has no effect", matters=False)
     given.leave("--rotary-seq-len-interpolation-factor", "this changes the model: no position interpolation")
+
+
+def _window(draft: Draft) -> list[int]:
+    """The values of --window-size, such as (4095,0): tokens before and after."""
+    flags = draft.given.flags
+    if "--window-size" in flags:
+        flags["--window-size"] = [text.strip("()") for text in flags["--window-size"]]
+    return [int(value) for value in draft.given.numbers("--window-size", "model.window", int)]
 
 
 def vocabulary(draft: Draft, count: Count) -> None:
@@ -250,5 +293,6 @@ def _extended(draft: Draft, tokenizer: str | None) -> None:
 
 
 def _ask_size(draft: Draft, family: str) -> None:
-    draft.put("model.vocab", PLACEHOLDER[family], "A PLACEHOLDER: the tokenizer's number of ids is not given")
-    draft.ask(f"how many ids does the tokenizer have? model.vocab = {PLACEHOLDER[family]} is a placeholder")
+    size = PLACEHOLDERS.get(family, OTHER_PLACEHOLDER)
+    draft.put("model.vocab", size, "A PLACEHOLDER: the tokenizer's number of ids is not given")
+    draft.ask(f"how many ids does the tokenizer have? model.vocab = {size} is a placeholder")

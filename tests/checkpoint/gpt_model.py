@@ -53,7 +53,7 @@ def main(folder: str, rank: str, tensor: str, port: str, out: str, control: str 
 def build(args, tensor: int, rows: int):
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
     from megatron.core.transformer import TransformerConfig
 
     parallel_state.initialize_model_parallel(tensor, 1)
@@ -67,8 +67,13 @@ def build(args, tensor: int, rows: int):
         add_bias_linear=args.add_bias_linear, add_qkv_bias=args.add_qkv_bias, tensor_model_parallel_size=tensor,
         use_cpu_initialization=True, hidden_dropout=0.0, attention_dropout=0.0, bias_activation_fusion=False,
         bias_dropout_fusion=False, masked_softmax_fusion=False, apply_rope_fusion=False,
-        gradient_accumulation_fusion=False,
+        gradient_accumulation_fusion=False, qk_layernorm=getattr(args, "qk_layernorm", False), **experts_of(args),
     )  # fmt: skip
+    spec = (
+        get_gpt_decoder_block_spec(config, False, normalization=args.normalization)
+        if config.num_moe_experts
+        else get_gpt_layer_local_spec(normalization=args.normalization, qk_layernorm=config.qk_layernorm)
+    )
     rope = {}
     if args.position_embedding_type == "rope":
         rope = {
@@ -76,10 +81,27 @@ def build(args, tensor: int, rows: int):
             "rope_scaling_factor": args.rope_scaling_factor,
         }  # fmt: skip
     return GPTModel(
-        config, get_gpt_layer_local_spec(normalization=args.normalization), vocab_size=rows,
+        config, spec, vocab_size=rows,
         max_sequence_length=args.max_position_embeddings, position_embedding_type=args.position_embedding_type,
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights, parallel_output=False, **rope,
     )  # fmt: skip
+
+
+def experts_of(args) -> dict:
+    if not getattr(args, "num_experts", None):
+        return {}
+    from megatron.core.transformer.moe import moe_utils
+
+    moe_utils.te_general_gemm = None  # Defined only where Transformer Engine is installed, and read everywhere.
+    names = (
+        "moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_layer_freq",
+        "moe_router_score_function", "moe_router_pre_softmax", "moe_router_topk_scaling_factor",
+        "moe_router_enable_expert_bias", "moe_router_bias_update_rate", "moe_router_load_balancing_type",
+        "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_dtype",
+    )  # fmt: skip
+    # The all-to-all dispatcher needs a CUDA stream.
+    config = {"num_moe_experts": args.num_experts, "moe_token_dispatcher_type": "allgather"}
+    return config | {name: getattr(args, name) for name in names}
 
 
 def disordered(name: str, weight, control: str):

@@ -9,6 +9,7 @@ from steelyard.checkpoint.formats import CheckpointSource
 from steelyard.checkpoint.formats.write import Target, convert
 from steelyard.core.recipe.families.gpt import GptConfig
 from steelyard.core.recipe.families.llama import LlamaConfig
+from steelyard.core.recipe.families.moe import MixtralConfig, Qwen3MoeConfig
 from steelyard.core.recipe.rope_scaling import RopeScaling
 
 SIZES = {"vocab": 100, "layers": 4, "hidden": 32, "heads": 4}
@@ -22,6 +23,17 @@ SHAPES = {
     "llama-wide-heads": LlamaConfig(**GROUPED, head_dim=16, norm_eps=1e-6, **SIZES),
     "qwen2": LlamaConfig(**GROUPED, qkv_bias=True, **SIZES),
 }
+ROUTED = {"kv_heads": 2, "ffn": 48, "experts": 4, "experts_per_token": 2, **SIZES}
+EXPERTS = {
+    "mixtral": MixtralConfig(family="mixtral", **ROUTED),
+    "qwen3-moe": Qwen3MoeConfig(
+        family="qwen3-moe", head_dim=8, expert_ffn=24, router_normalize=False, aux_loss=0.0, **ROUTED
+    ),
+    "mixtral, dense layers": MixtralConfig(
+        family="mixtral", expert_ffn=24, shared_ffn=16, dense_layers=[0, 2], router_score="sigmoid", router_scale=2.5,
+        router_bias_rate=0.01, router_z_loss=0.001, **ROUTED,
+    ),
+}  # fmt: skip
 
 
 class Held(CheckpointSource):
@@ -55,7 +67,7 @@ class Held(CheckpointSource):
 def written(tmp_path, name: str, to: str = "hf", **options) -> Path:
     """A model of a kind, written as a format."""
     folder = tmp_path / f"{name}-{to}"
-    convert(Held(SHAPES[name]), folder, Target(to, **options))
+    convert(Held((SHAPES | EXPERTS)[name]), folder, Target(to, **options))
     return folder
 
 

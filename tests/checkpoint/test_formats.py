@@ -12,8 +12,8 @@ import typer
 from steelyard import checkpoint, model
 from steelyard.checkpoint.formats import load_into, load_shards, open_source
 from steelyard.checkpoint.formats.compare import diff, info, logits_difference
+from steelyard.checkpoint.formats.megatron_layout import MegatronLayout
 from steelyard.checkpoint.formats.write import Target, convert
-from steelyard.checkpoint.formats.write_megatron import MegatronLayout
 from steelyard.checkpoint.sharded_tensor import TensorShard
 from steelyard.cli import checkpoint as command_line
 from steelyard.core.errors import RuntimeFailure, UserError

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from steelyard.checkpoint.formats import open_source
+from steelyard.checkpoint.formats.megatron_layout import MegatronLayout
 from steelyard.checkpoint.formats.write import Target, convert
-from steelyard.checkpoint.formats.write_megatron import MegatronLayout
 from tests import preloaded
 from tests.checkpoint.gpt_model import TOKENS
 from tests.checkpoint.models import SHAPES, Held, written

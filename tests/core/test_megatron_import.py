@@ -189,6 +189,7 @@ torchrun ${DISTRIBUTED_ARGS[@]} pretrain_gpt.py --num-layers 96 --hidden-size 12
 """
 SMALL = "pretrain_gpt.py --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 "
 LLAMA = "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
+MOE = LLAMA + "--num-experts 8 "
 
 
 @pytest.fixture
@@ -426,12 +427,69 @@ def test_what_megatron_assumes_is_written_out(place):
         ("--weight-reg 1e-5 1e-5", "sparsity.weight_reg", [1e-5, 1e-5]),
         ("--mask-only --prior-strength 5", "sparsity.prior_strength", 5.0),
         ("--mask-only --lr-mult 20 --hard", "sparsity.learning_rate_multiplier", 20.0),
+        (LLAMA + "--qk-layernorm", "model.family", "qwen3"),
+        (LLAMA + "--qk-layernorm", "model.head_dim", 16),
+        (LLAMA + "--window-size '(7,0)'", "model.window", 8),
+        (MOE, "model.family", "mixtral"),
+        (MOE, "model.experts", 8),
+        (MOE, "model.experts_per_token", 2),
+        (MOE, "model.aux_loss", 0.0),
+        (MOE + "--qk-layernorm", "model.family", "qwen3-moe"),
+        (MOE + "--moe-router-topk 3", "model.experts_per_token", 3),
+        (MOE + "--moe-ffn-hidden-size 48", "model.expert_ffn", 48),
+        (MOE + "--ffn-hidden-size 96", "model.expert_ffn", 96),
+        (MOE + "--moe-shared-expert-intermediate-size 24", "model.shared_ffn", 24),
+        (MOE + "--moe-layer-freq 2", "model.dense_layers", [1, 3]),
+        (MOE + "--moe-layer-freq '([0]*1+[1]*3)'", "model.dense_layers", [0]),
+        (MOE + "--moe-layer-freq '[1, 0]*2'", "model.dense_layers", [1, 3]),
+        (MOE + "--moe-router-score-function sigmoid", "model.router_score", "sigmoid"),
+        (MOE + "--moe-router-pre-softmax", "model.router_normalize", False),
+        (MOE + "--moe-router-score-function sigmoid --moe-router-pre-softmax", "model.router_normalize", True),
+        (MOE + "--moe-router-topk-scaling-factor 2.5", "model.router_scale", 2.5),
+        (MOE + "--moe-router-enable-expert-bias", "model.router_bias_rate", 0.001),
+        (MOE + "--moe-router-enable-expert-bias --moe-router-bias-update-rate 0.1", "model.router_bias_rate", 0.1),
+        (MOE + "--moe-router-bias-update-rate 0.1", "model.router_bias_rate", None),
+        (MOE + "--moe-aux-loss-coeff 0.01", "model.aux_loss", 0.01),
+        (MOE + "--moe-aux-loss-coeff 0.01 --moe-router-load-balancing-type none", "model.aux_loss", 0.0),
+        (
+            MOE + "--moe-aux-loss-coeff 0.01 0.02 --moe-router-load-balancing-type aux_loss seq_aux_loss",
+            "model.aux_loss",
+            0.03,
+        ),
+        (MOE + "--moe-z-loss-coeff 0.001", "model.router_z_loss", 0.001),
+        (MOE + "--moe-expert-capacity-factor 1.25", "model.capacity", 1.25),
+        (MOE + "--expert-model-parallel-size 4", "parallel.expert", 4),
     ],
 )
 def test_a_flag_becomes_its_key(flags, key, value, place):
     recipe, _ = of_flags(f"--lr 1e-3 {flags}")
     section, _, name = key.partition(".")
     assert recipe.settings()[section].get(name) == value
+
+
+@pytest.mark.parametrize(
+    ("flags", "what", "reason"),
+    [
+        ("--moe-grouped-gemm", "--moe-grouped-gemm", "affects only speed"),
+        ("--moe-token-dispatcher-type alltoall", "--moe-token-dispatcher-type", "affects only speed"),
+        ("--moe-router-dtype fp32", "--moe-router-dtype", "computes in fp32"),
+        ("--moe-new-flag 3", "--moe-new-flag", "the converter does not know it"),
+        ("--moe-input-jitter-eps 0.1", "--moe-input-jitter-eps", "no noise"),
+        ("--expert-tensor-parallel-size 2", "--expert-tensor-parallel-size", "sharded over parallel.tensor = 1"),
+        ("--expert-tensor-parallel-size 1", "--expert-tensor-parallel-size", "equal to parallel.tensor"),
+        ("--moe-aux-loss-coeff 1e-2", "the load-balancing loss of each micro-batch", "the load of each sequence"),
+        ("--moe-expert-capacity-factor 1", "the capacity of an expert in each micro-batch", "tokens of each sequence"),
+        ("--moe-expert-capacity-factor 1 --moe-token-drop-policy probs", "--moe-token-drop-policy", "the last tokens"),
+    ],
+)
+def test_a_flag_of_experts_without_a_key_is_reported(flags, what, reason, place):
+    _, reading = of_flags(f"--lr 1e-3 {MOE} {flags}")
+    assert reason in left(reading)[what]
+
+
+def test_a_loss_of_sequences_is_carried_without_remark(place):
+    flags = f"--lr 1 {MOE} --moe-aux-loss-coeff 1e-2 --moe-router-load-balancing-type seq_aux_loss"
+    assert [dropped for dropped in of_flags(flags)[1].left if dropped.matters] == []
 
 
 @pytest.mark.parametrize(
@@ -470,9 +528,7 @@ def test_a_tokenizer_that_is_here_is_counted(place):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--num-experts 8", "mixture of experts"),
-        ("--num-experts $X", "mixture of experts"),
-        ("--num-experts 1 8", "mixture of experts"),
+        ("--num-experts 1 8", "other numbers of experts in other layers"),
         ("--multi-latent-attention", "multi-latent attention"),
     ],
 )
@@ -490,7 +546,15 @@ def test_a_kind_of_model_that_no_family_supports_is_refused_with_the_place(flags
         ("--position-embedding-type alibi", "model.family", "no family has alibi positions"),
         (LLAMA + "--normalization LayerNorm", "model.family", "but not --normalization RMSNorm"),
         (LLAMA.replace("--disable-bias-linear", ""), "model.family", "the model has biases, llama none"),
-        (LLAMA + "--qk-layernorm", "model.family", "the family qwen3 has norms"),
+        ("--qk-layernorm", "model.family", "gpt has no norms of queries and keys"),
+        ("--num-experts 8", "model.family", "gpt has no experts"),
+        (MOE.replace("8", "$X"), "model.experts", "--num-experts is $X, which is not known"),
+        (MOE + "--moe-router-topk 9", "model.experts_per_token", "9 exceeds model.experts = 8"),
+        (MOE + "--moe-layer-freq [1,0]", "model.dense_layers", "not a pattern of 4 layers"),
+        (MOE + "--moe-router-load-balancing-type sinkhorn", "model.family", "Sinkhorn"),
+        (MOE + "--moe-shared-expert-gate", "model.family", "the shared expert has no gate"),
+        (MOE + "--add-qkv-bias", "model.family", "mixtral has no biases"),
+        (LLAMA + "--window-size 7,0 --window-attn-skip-freq 2", "model.family", "all layers have the same window"),
         (LLAMA + "--rotary-percent 0.5", "model.family", "partial RoPE"),
         (LLAMA + "--sliding-window 16", "model.family", "set model.window"),
         (LLAMA + "--rotary-seq-len-interpolation-factor 4", "model.family", "position interpolation"),

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from steelyard.checkpoint.formats import open_source
-from steelyard.checkpoint.formats.write_megatron import MegatronLayout
+from steelyard.checkpoint.formats.megatron_layout import MegatronLayout
 from steelyard.core.errors import UserError
 from steelyard.sparsity import frozen_base
 from tests.checkpoint.models import SHAPES, Held, written

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from steelyard.checkpoint.formats import open_source
+from steelyard.checkpoint.formats.megatron_layout import MegatronLayout
 from steelyard.checkpoint.formats.write import Target, convert
-from steelyard.checkpoint.formats.write_megatron import MegatronLayout
 from steelyard.core.recipe.families.llama import LlamaConfig
 from steelyard.text import tokenizer as tokenizers
 from tests.checkpoint.models import assert_equal

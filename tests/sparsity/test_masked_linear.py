@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounter
 
 from steelyard import checkpoint, model
 from steelyard.checkpoint.formats import open_source
-from steelyard.checkpoint.formats.write_megatron import MegatronLayout
+from steelyard.checkpoint.formats.megatron_layout import MegatronLayout
 from steelyard.core.errors import UserError
 from steelyard.core.recipe.families.llama import LlamaConfig
 from steelyard.core.recipe.sparsity_section import SparsitySection

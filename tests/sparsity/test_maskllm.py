@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from steelyard.checkpoint.formats import open_source
+from steelyard.checkpoint.formats.megatron_layout import MegatronLayout
 from steelyard.checkpoint.formats.write import Target, convert
-from steelyard.checkpoint.formats.write_megatron import MegatronLayout
 from steelyard.core.errors import UserError
 from steelyard.sparsity.mask_export import write
 from steelyard.sparsity.mask_file import MaskFile

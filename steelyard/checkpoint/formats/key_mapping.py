@@ -19,6 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from steelyard.core.recipe.blocks import ExpertsBlock, MlpBlock
 from steelyard.core.recipe.hf_fields import HfKeys
 from steelyard.core.recipe.model_section import ModelConfig
 
@@ -158,13 +159,7 @@ def megatron(config: ModelConfig) -> list[Entry]:
         for norm in attention.norms():
             name = f"{theirs}self_attention.{norm[0]}_layernorm.weight"
             entries.append(Entry(name, (f"{ours}attention.{norm}.weight",), layer=n))
-        for kind in ("weight", "bias") if mlp.bias else ("weight",):
-            fc1 = tuple(f"{ours}mlp.{part}.{kind}" for part in (("gate", "up") if mlp.gated else ("up",)))
-            across = 1 if kind == "weight" else None
-            entries += [
-                Entry(f"{theirs}mlp.linear_fc1.{kind}", fc1, "rows", 0, n),
-                Entry(f"{theirs}mlp.linear_fc2.{kind}", (f"{ours}mlp.down.{kind}",), "rows", across, n),
-            ]
+        entries += _megatron_experts(mlp, n) if isinstance(mlp, ExpertsBlock) else _megatron_mlp(mlp, n)
         for kind in layer.norm.params():
             entries += [
                 Entry(f"{theirs}input_layernorm.{kind}", (f"{ours}attention_norm.{kind}",), layer=n),
@@ -172,3 +167,33 @@ def megatron(config: ModelConfig) -> list[Entry]:
             ]
     entries += [Entry(f"decoder.final_layernorm.{kind}", (f"norm.{kind}",)) for kind in blocks.norm.params()]
     return entries + ([] if config.tied else [Entry("output_layer.weight", ("head.weight",), cut=0)])
+
+
+def _megatron_mlp(mlp: MlpBlock, n: int, ours: str = "mlp", theirs: str = "mlp") -> list[Entry]:
+    entries = []
+    for kind in ("weight", "bias") if mlp.bias else ("weight",):
+        parts = ("gate", "up") if mlp.gated else ("up",)
+        fc1 = tuple(f"layers.{n}.{ours}.{part}.{kind}" for part in parts)
+        fc2 = (f"layers.{n}.{ours}.down.{kind}",)
+        across = 1 if kind == "weight" else None
+        entries += [
+            Entry(f"decoder.layers.{n}.{theirs}.linear_fc1.{kind}", fc1, "rows", 0, n),
+            Entry(f"decoder.layers.{n}.{theirs}.linear_fc2.{kind}", fc2, "rows", across, n),
+        ]
+    return entries
+
+
+def _megatron_experts(block: ExpertsBlock, n: int) -> list[Entry]:
+    """The router, the matrices of each expert (`SequentialMLP`), and the shared expert."""
+    ours, theirs = f"layers.{n}.mlp.", f"decoder.layers.{n}.mlp."
+    entries = [Entry(f"{theirs}router.weight", (f"{ours}router.weight",), layer=n)]
+    if block.routing.bias_rate is not None:
+        entries.append(Entry(f"{theirs}router.expert_bias", (f"{ours}router.balance",), layer=n))
+    for product, parts, cut in (("linear_fc1", ("gate", "up"), 0), ("linear_fc2", ("down",), 1)):
+        names = tuple(f"{ours}experts.{part}.weight" for part in parts)
+        for expert in range(block.routing.experts):
+            name = f"{theirs}experts.local_experts.{expert}.{product}.weight"
+            entries.append(Entry(name, names, "rows", cut, n, expert))
+    if block.shared is not None:
+        entries += _megatron_mlp(block.shared, n, "mlp.shared", "mlp.shared_experts")
+    return entries

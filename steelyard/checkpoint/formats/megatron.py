@@ -1,7 +1,9 @@
-"""Megatron's `torch` checkpoints of any tensor and pipeline parallel size.
+"""Megatron's `torch` checkpoints of any tensor, pipeline and expert parallel size.
 
 latest_checkpointed_iteration.txt             a number, or `release`
-iter_0000001/mp_rank_{tp:02d}[_{pp:03d}]/model_optim_rng.pt
+iter_0000001/mp_rank_{tp:02d}[_{pp:03d}][_{ep:03d}]/model_optim_rng.pt
+
+Ranks of expert parallelism have copies of all tensors but those of experts, which they number from 0.
 """
 
 from __future__ import annotations
@@ -19,11 +21,12 @@ from steelyard.checkpoint.formats.huggingface import tokenizer_files, tokenizer_
 from steelyard.checkpoint.formats.key_mapping import Entry, megatron
 from steelyard.checkpoint.formats.mapped_tensors import Mapped, Store
 from steelyard.checkpoint.formats.megatron_args import NOT_WEIGHTS, renamed
+from steelyard.checkpoint.formats.megatron_experts import all_experts, experts_of
 from steelyard.core.console import console
 from steelyard.core.errors import UserError
 from steelyard.core.recipe.model_section import ModelConfig
 
-RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")
+RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 FILES = ("model_optim_rng.pt", "model_rng.pt")
 TOKENIZER = "tokenizer"
 LAYER = re.compile(r"^(decoder\.layers\.)(\d+)(\..*)$")
@@ -39,22 +42,29 @@ def opened(path: Path) -> Mapped | None:
         if folder == path:
             return None
         raise UserError(f"{folder} does not exist", where=str(path / megatron_args.LATEST))
-    files = _files(folder)
-    if not files:
+    numbered = _files(folder)
+    if not numbered:
         return None
-    tensor, pipeline = 1 + max(tp for tp, _ in files), 1 + max(pp for _, pp in files)
-    missing = [(tp, pp) for pp in range(pipeline) for tp in range(tensor) if (tp, pp) not in files]
-    if missing:
-        raise UserError(f"{folder} has no file of tensor rank {missing[0][0]}, pipeline rank {missing[0][1]}")
-    states = {rank: _state(file) for rank, file in sorted(files.items())}
-    first = states[0, 0]
+    first = _state(numbered[min(numbered)])
     args = safe_unpickle.settings_of(first.get("args"))
-    config = megatron_args.config_from_args(args, str(files[0, 0]))
+    config = megatron_args.config_from_args(args, str(numbered[min(numbered)]))
+    files = _by_rank(numbered, args)
+    tensor, pipeline, expert = (1 + max(ranks) for ranks in zip(*files, strict=True))
+    _refuse_missing(folder, files, (tensor, pipeline, expert))
+    if config.blocks.has_experts and args.get("expert_tensor_parallel_size") not in (None, tensor):
+        raise UserError(
+            f"its experts are on {args['expert_tensor_parallel_size']} tensor ranks, other layers on {tensor}",
+            where=str(folder), hint="save it as torch_dist, or with equal sizes",
+        )  # fmt: skip
+    states = {rank: _state(file) for rank, file in sorted(files.items())}
     version = first.get("checkpoint_version", 0)
-    pieces = _joined_stages([[states[tp, pp] for tp in range(tensor)] for pp in range(pipeline)])
+    stages = [[[states[tp, pp, ep] for ep in range(expert)] for tp in range(tensor)] for pp in range(pipeline)]
+    pieces = _joined_stages(stages, experts_of(config))
     store = Ranks({name: tensors for name, tensors in pieces.items() if not MASKS.search(name)}, config, version)
     store.masks = {name: tensors for name, tensors in pieces.items() if MASKS.search(name)}
     layout = {"tensor": tensor, "pipeline": pipeline, "checkpoint_version": version}
+    if expert > 1:
+        layout["expert"] = expert
     if store.masks:
         layout["masks"] = len({MASKS.sub("", name) for name in store.masks})
         console.say(f"{folder} has masks of MaskLLM besides the weights; eval and generate apply them")
@@ -75,15 +85,35 @@ def add_companions(source: Mapped, args: dict[str, Any], parent: Path) -> None:
     source.tokenizer = tokenizer_in(parent / TOKENIZER)
 
 
-def _files(folder: Path) -> dict[tuple[int, int], Path]:
-    """The file of each tensor and pipeline rank."""
+def _files(folder: Path) -> dict[tuple[int, ...], Path]:
+    """The file of each rank, by the numbers in the name of its folder."""
     found = {}
     for inner in folder.iterdir():
         match = RANK.fullmatch(inner.name)
         file = next((inner / name for name in FILES if (inner / name).is_file()), None)
         if match and file:
-            found[int(match[1]), int(match[2] or 0)] = file
+            found[tuple(int(number) for number in match.groups() if number)] = file
     return found
+
+
+def _by_rank(files: dict[tuple[int, ...], Path], args: dict[str, Any]) -> dict[tuple[int, int, int], Path]:
+    """The file of each tensor, pipeline and expert rank. The args say whether a second number is an expert rank."""
+    pipeline, expert = (args.get(f"{axis}_model_parallel_size") or 1 for axis in ("pipeline", "expert"))
+    is_expert = pipeline == 1 and expert != 1
+    found = {}
+    for (tensor, *others), file in files.items():
+        numbers = [0, *others] if is_expert and len(others) == 1 else [*others, 0, 0]
+        found[tensor, numbers[0], numbers[1]] = file
+    return found
+
+
+def _refuse_missing(folder: Path, files: dict[tuple[int, int, int], Path], sizes: tuple[int, int, int]) -> None:
+    ranks = ((tp, pp, ep) for ep in range(sizes[2]) for pp in range(sizes[1]) for tp in range(sizes[0]))
+    missing = next((rank for rank in ranks if rank not in files), None)
+    if missing is not None:
+        tensor, pipeline, number = missing
+        expert = f", expert rank {number}" if sizes[2] > 1 else ""
+        raise UserError(f"{folder} has no file of tensor rank {tensor}, pipeline rank {pipeline}{expert}")
 
 
 def _state(file: Path) -> dict[str, Any]:
@@ -93,16 +123,19 @@ def _state(file: Path) -> dict[str, Any]:
     return state
 
 
-def _joined_stages(stages: list[list[dict[str, Any]]]) -> Pieces:
-    """The shards of every tensor, by its name in the whole model. The layers of a stage are numbered from 0."""
+def _joined_stages(stages: list[list[list[dict[str, Any]]]], experts: int) -> Pieces:
+    """The shards of every tensor, by its name in the whole model. The layers of a stage are numbered from 0.
+
+    `stages` has the states by pipeline, tensor and expert rank.
+    """
     chunks = sorted(
-        {key for key in stages[0][0] if re.fullmatch(r"model\d*", str(key))}, key=lambda key: (len(key), key)
+        {key for key in stages[0][0][0] if re.fullmatch(r"model\d*", str(key))}, key=lambda key: (len(key), key)
     )
     pieces: Pieces = {}
     first_layer = 0
     for chunk in chunks:  # With several chunks per stage, the first chunks of all stages come first.
         for ranks in stages:
-            named = [weights(rank.get(chunk, {})) for rank in ranks]
+            named = [all_experts([weights(state.get(chunk, {})) for state in rank], experts) for rank in ranks]
             layers = 0
             for name in named[0]:
                 match = LAYER.match(name)

@@ -14,12 +14,16 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
+from steelyard.checkpoint.formats import megatron_moe_args
 from steelyard.checkpoint.formats.hf_config import positions_of
+from steelyard.checkpoint.formats.megatron_layout import MegatronLayout
 from steelyard.checkpoint.formats.source import first_problem
 from steelyard.core.errors import UserError
 from steelyard.core.recipe.families.gpt import GptConfig
 from steelyard.core.recipe.families.llama import LlamaConfig
-from steelyard.core.recipe.model_section import ModelConfig
+from steelyard.core.recipe.families.moe import MixtralConfig, MoeConfig, Qwen3MoeConfig
+from steelyard.core.recipe.families.qwen3 import Qwen3Config
+from steelyard.core.recipe.model_section import ModelConfig, RotaryConfig
 from steelyard.core.recipe.rope_scaling import RopeScaling
 
 LATEST = "latest_checkpointed_iteration.txt"
@@ -37,15 +41,24 @@ RENAMED = (
     (r"\.dense_4h_to_h\.", ".linear_fc2."),
     (r"\.self_attention\.linear_qkv\.layer_norm_", ".input_layernorm."),
     (r"\.mlp\.linear_fc1\.layer_norm_", ".pre_mlp_layernorm."),
+    (r"\.mlp\.experts\.(linear_fc[12])\.weight(\d+)$", r".mlp.experts.local_experts.\2.\1.weight"),
     (r"^(word_embeddings_for_head|word_embeddings_head|lm_head)\.", "output_layer."),
 )
-NOT_WEIGHTS = re.compile(r"(_extra_state|inv_freq)(/.*)?$|^(optimizer|chained_|opt_param|rng_state|rerun_state)")
+NOT_WEIGHTS = re.compile(
+    r"(_extra_state|inv_freq|tokens_per_expert)(/.*)?$|^(optimizer|chained_|opt_param|rng_state|rerun_state)"
+)
 REFUSED = {
-    "num_experts": "experts", "multi_latent_attention": "latent attention",
+    "multi_latent_attention": "latent attention",
     "rotary_interleaved": "interleaved rotary positions",
-    "apply_layernorm_1p": "norms stored as weight - 1", "qk_layernorm": "norms of queries and keys",
+    "apply_layernorm_1p": "norms stored as weight - 1",
     "squared_relu": "squared ReLU", "parallel_attn": "parallel attention", "window_size": "sliding windows",
     "mtp_num_layers": "multi-token prediction",
+}  # fmt: skip
+WRITTEN = LlamaConfig | Qwen3Config | MixtralConfig | Qwen3MoeConfig
+# Families with rotary positions, by whether they have experts, and norms of queries and keys.
+FAMILIES: dict[tuple[bool, bool], tuple[str, type[RotaryConfig]]] = {
+    (False, False): ("llama", LlamaConfig), (False, True): ("qwen3", Qwen3Config),
+    (True, False): ("mixtral", MixtralConfig), (True, True): ("qwen3-moe", Qwen3MoeConfig),
 }  # fmt: skip
 
 
@@ -90,7 +103,7 @@ def config_from_args(args: dict[str, Any], where: str) -> ModelConfig:
                 f"{key} is {args[key]} with {positions} positions, which is neither GPT nor Llama", where=where
             )
     try:
-        config: ModelConfig = _llama(args) if is_rope else _gpt(args)
+        config: ModelConfig = _rotary(args, where) if is_rope else _gpt(args)
     except KeyError as error:
         raise UserError(f"{error} is missing in its args", where=where) from None
     except (ValidationError, TypeError, ValueError) as error:
@@ -117,7 +130,21 @@ def _gpt(args: dict[str, Any]) -> GptConfig:
     return GptConfig(family="gpt", positions=args["max_position_embeddings"], **_common(args))
 
 
-def _llama(args: dict[str, Any]) -> LlamaConfig:
+def _rotary(args: dict[str, Any], where: str) -> RotaryConfig:
+    """Llama; with experts Mixtral; with norms of queries and keys Qwen3."""
+    has_experts = megatron_moe_args.has_experts(args, where)
+    if has_experts:
+        megatron_moe_args.refuse_to_read(args, where)
+    family, config = FAMILIES[has_experts, bool(args.get("qk_layernorm"))]
+    keys = _rotary_keys(args) | (megatron_moe_args.keys_from_args(args) if has_experts else {})
+    if args.get("add_qkv_bias") and family != "llama":
+        raise UserError("biases of queries, keys and values (add_qkv_bias) are supported only in llama", where=where)
+    if family == "llama":
+        keys["qkv_bias"] = bool(args.get("add_qkv_bias", False))
+    return config.model_validate({"family": family, **keys})
+
+
+def _rotary_keys(args: dict[str, Any]) -> dict[str, Any]:
     heads = args["num_attention_heads"]
     grouped = args.get("group_query_attention") or args.get("num_key_value_heads")
     scaling = None
@@ -129,15 +156,13 @@ def _llama(args: dict[str, Any]) -> LlamaConfig:
             high_freq_factor=float(args.get("rope_high_freq_factor") or 4.0),
             original_positions=int(args.get("rope_original_max_position_embeddings") or 8192),
         )
-    return LlamaConfig(
-        family="llama",
-        kv_heads=(args.get("num_query_groups") or args.get("num_key_value_heads") or heads) if grouped else heads,
-        head_dim=args.get("kv_channels") or args["hidden_size"] // (heads or 1),
-        rope_theta=float(args.get("rotary_base") or args.get("rope_theta") or 10000.0),
-        rope_scaling=scaling,
-        qkv_bias=bool(args.get("add_qkv_bias", False)),
+    return {
+        "kv_heads": (args.get("num_query_groups") or args.get("num_key_value_heads") or heads) if grouped else heads,
+        "head_dim": args.get("kv_channels") or args["hidden_size"] // (heads or 1),
+        "rope_theta": float(args.get("rotary_base") or args.get("rope_theta") or 10000.0),
+        "rope_scaling": scaling,
         **_common(args),
-    )
+    }
 
 
 def padded_rows(vocab: int, tensor: int, multiple: int = 128) -> int:
@@ -148,22 +173,26 @@ def padded_rows(vocab: int, tensor: int, multiple: int = 128) -> int:
 
 def refuse_to_write(config: ModelConfig) -> None:
     """Raise if Megatron's args cannot describe a model."""
-    what = None if isinstance(config, GptConfig | LlamaConfig) else f"the family {config.family}"
-    if isinstance(config, LlamaConfig):
+    what = None if isinstance(config, GptConfig | WRITTEN) else f"the family {config.family}"
+    if isinstance(config, WRITTEN):
         if config.window is not None:
             what = "sliding windows"
         elif config.rope_scaling is not None and config.rope_scaling.kind != "llama3":
             what = f"RoPE scaling of the kind {config.rope_scaling.kind}"
+        elif isinstance(config, Qwen3Config | Qwen3MoeConfig) and config.qkv_bias:
+            what = "model.qkv_bias, which adds a bias to the output of attention too,"
+    if what is None and isinstance(config, MoeConfig):
+        what = megatron_moe_args.not_writable(config)
     if what is not None:
         raise UserError(f"{what} cannot be written for Megatron", hint="write --to hf or --to steelyard")
 
 
 def args_of(
-    config: ModelConfig, dtype: torch.dtype, extra: dict[str, Any], tensor: int, pipeline: int, engine: bool
+    config: ModelConfig, dtype: torch.dtype, extra: dict[str, Any], layout: MegatronLayout
 ) -> argparse.Namespace:
     """The args to save with a checkpoint of this config, by Megatron's names."""
     refuse_to_write(config)
-    positions = positions_of(config, extra)
+    positions, tensor = positions_of(config, extra), layout.tensor
     args: dict[str, Any] = {
         "num_layers": config.layers, "hidden_size": config.hidden, "num_attention_heads": config.heads,
         "ffn_hidden_size": config.ffn, "vocab_size": config.vocab,
@@ -171,10 +200,11 @@ def args_of(
         "make_vocab_size_divisible_by": 128, "max_position_embeddings": positions, "seq_length": positions,
         "norm_epsilon": config.norm_eps, "layernorm_epsilon": config.norm_eps, "init_method_std": config.init_std,
         "untie_embeddings_and_output_weights": not config.tied, "tensor_model_parallel_size": tensor,
-        "pipeline_model_parallel_size": pipeline, "encoder_num_layers": config.layers, "encoder_seq_length": positions,
+        "pipeline_model_parallel_size": layout.pipeline, "encoder_num_layers": config.layers,
+        "encoder_seq_length": positions,
         "hidden_dropout": config.dropout, "attention_dropout": config.attention_dropout,
         "fp16": dtype == torch.float16, "bf16": dtype == torch.bfloat16, "params_dtype": dtype,
-        "transformer_impl": "transformer_engine" if engine else "local", "use_mcore_models": True,
+        "transformer_impl": "transformer_engine" if layout.engine else "local", "use_mcore_models": True,
         "virtual_pipeline_model_parallel_size": None, "consumed_train_samples": 0, "consumed_valid_samples": 0,
         "iteration": 1,
     }  # fmt: skip
@@ -185,12 +215,13 @@ def args_of(
             "group_query_attention": False, "num_query_groups": 1,
         }  # fmt: skip
         return argparse.Namespace(**args)
-    assert isinstance(config, LlamaConfig)
+    assert isinstance(config, WRITTEN)
     scaling = config.rope_scaling
     args |= {
         "position_embedding_type": "rope", "use_rotary_position_embeddings": True, "rotary_percent": 1.0,
         "rotary_base": _whole(config.rope_theta), "rotary_interleaved": False, "normalization": "RMSNorm",
-        "swiglu": True, "add_bias_linear": False, "add_qkv_bias": config.qkv_bias, "kv_channels": config.head_dim,
+        "swiglu": True, "add_bias_linear": False, "add_qkv_bias": getattr(config, "qkv_bias", False),
+        "kv_channels": config.head_dim, "qk_layernorm": config.blocks.layers[0].attention.norm is not None,
         "group_query_attention": config.kv_heads != config.heads, "num_query_groups": config.kv_heads,
         "use_rope_scaling": scaling is not None, "rope_scaling_factor": scaling.factor if scaling else 8.0,
     }  # fmt: skip
@@ -199,6 +230,8 @@ def args_of(
             "rope_low_freq_factor": scaling.low_freq_factor, "rope_high_freq_factor": scaling.high_freq_factor,
             "rope_original_max_position_embeddings": scaling.original_positions,
         }  # fmt: skip
+    if isinstance(config, MoeConfig):
+        args |= megatron_moe_args.args_of_experts(config, tensor, layout.grouped)
     return argparse.Namespace(**args)
 
 

@@ -7,8 +7,10 @@ iter_0000001/metadata.json                     {"sharded_backend": "torch_dist",
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -27,6 +29,7 @@ from steelyard.core.files import inside
 from steelyard.core.safe_parse import read_json_object
 
 STACKED = re.compile(r"^decoder\.layers\.(?!\d)")
+EXPERTS = ".mlp.experts.experts."
 
 
 def opened(path: Path) -> Mapped | None:
@@ -52,39 +55,42 @@ def _layout(folder: Path) -> dict[str, int]:
 
 
 class Stacked(Store):
-    """Tensors of torch.distributed.checkpoint, with those of all layers stacked into one."""
+    """Tensors of torch.distributed.checkpoint, with those of all layers, and of all experts, stacked into one."""
 
     def __init__(self, folder: Path, tied: bool) -> None:
         self.saved = Checkpoint(folder, {})
-        self._places: dict[str, tuple[str, int | None]] = {}
+        self._places: dict[str, tuple[str, tuple[int, ...]]] = {}
+        """The stack that has a tensor, and its number in each stacked dimension."""
         self._kinds = {}
         for name, (size, dtype) in self.saved.tensors().items():
             name_now = renamed(name)
             if NOT_WEIGHTS.search(name_now) or (tied and name_now == "output_layer.weight"):
                 continue
             self._kinds[name] = size, dtype
-            if STACKED.match(name_now) and size:
-                for layer in range(min(size[0], math.prod(size))):
-                    self._places[STACKED.sub(f"decoder.layers.{layer}.", name_now)] = name, layer
-            else:
-                self._places[name_now] = name, None
+            for inner, place in _unstacked(name_now, size):
+                self._places[inner] = name, place
 
     def sizes(self) -> dict[str, tuple[int, ...]]:
-        return {
-            name: self._kinds[theirs][0] if layer is None else self._kinds[theirs][0][1:]
-            for name, (theirs, layer) in self._places.items()
-        }
+        return {name: self._kinds[theirs][0][len(place) :] for name, (theirs, place) in self._places.items()}
 
     def dtypes(self) -> set[torch.dtype]:
         return {dtype for _, dtype in self._kinds.values()}
 
     def read(self, entry: Entry) -> Tensor:
-        name, layer = self._places[entry.name]
+        name, place = self._places[entry.name]
         size, dtype = self._kinds[name]
-        if layer is None:
-            tensor = torch.empty(size, dtype=dtype)
-            folders.load(self.saved, {name: tensor})
-            return tensor
-        tensor = torch.empty((1, *size[1:]), dtype=dtype)
-        folders.load(self.saved, {name: TensorShard(tensor, size, (layer, *[0] * (len(size) - 1)))})
-        return tensor[0]
+        tensor = torch.empty((*[1] * len(place), *size[len(place) :]), dtype=dtype)
+        offset = (*place, *[0] * (len(size) - len(place)))
+        folders.load(self.saved, {name: TensorShard(tensor, size, offset)})
+        return tensor.reshape(size[len(place) :])
+
+
+def _unstacked(name: str, size: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The tensors in a stack: name, and number in each stacked dimension. Counts in a damaged file are limited."""
+    is_stacked, has_experts = bool(STACKED.match(name) and size), EXPERTS in name
+    stacked = size[: is_stacked + has_experts]
+    for place in itertools.product(*(range(min(count, math.prod(size))) for count in stacked)):
+        inner = STACKED.sub(f"decoder.layers.{place[0]}.", name) if is_stacked else name
+        if has_experts and len(place) == len(stacked) == is_stacked + has_experts:
+            inner = inner.replace(EXPERTS, f".mlp.experts.local_experts.{place[-1]}.")
+        yield inner, place

@@ -24,9 +24,9 @@ from steelyard.checkpoint.formats import hf_config as configs
 from steelyard.checkpoint.formats import hf_metadata as extras
 from steelyard.checkpoint.formats.key_mapping import Entry, hugging_face, joined, theirs_size
 from steelyard.checkpoint.formats.megatron_args import refuse_to_write
+from steelyard.checkpoint.formats.megatron_layout import MegatronLayout
 from steelyard.checkpoint.formats.native import PREFIX, TOKENIZER
 from steelyard.checkpoint.formats.source import TABLES, CheckpointSource, check, expected_sizes
-from steelyard.checkpoint.formats.write_megatron import MegatronLayout
 from steelyard.checkpoint.sharded_tensor import LazyTensor
 from steelyard.core import files, sha256sums, units
 from steelyard.core.console import ProgressBar, console

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,10 +21,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from steelyard.checkpoint import folder as folders
 from steelyard.checkpoint.formats.key_mapping import Entry, groups_of, joined, megatron
 from steelyard.checkpoint.formats.megatron_args import LATEST, args_of, padded_rows
+from steelyard.checkpoint.formats.megatron_layout import MegatronLayout
 from steelyard.checkpoint.formats.safetensors import write_tensor
 from steelyard.checkpoint.sharded_tensor import LazyTensor
 from steelyard.core import files
-from steelyard.core.errors import UserError
+from steelyard.core.recipe.blocks import ExpertsBlock
 from steelyard.core.recipe.model_section import ModelConfig
 
 if TYPE_CHECKING:
@@ -35,39 +37,7 @@ TE_NAMES = {
     ".input_layernorm.": ".self_attention.linear_qkv.layer_norm_",
     ".pre_mlp_layernorm.": ".mlp.linear_fc1.layer_norm_",
 }
-PRODUCTS = ("self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear_fc1", "mlp.linear_fc2")
-
-
-@dataclass(frozen=True)
-class MegatronLayout:
-    """The number of tensor and pipeline ranks; `partition` has the number of layers of each stage."""
-
-    tensor: int = 1
-    pipeline: int = 1
-    partition: tuple[int, ...] | None = None
-    engine: bool = False
-
-    def stages(self, config: ModelConfig) -> list[range]:
-        """The layers of each pipeline stage."""
-        counts = self.partition or (config.layers // self.pipeline,) * self.pipeline
-        if len(counts) != self.pipeline or sum(counts) != config.layers:
-            written = "-".join(map(str, counts)) if self.partition else f"{self.pipeline} equal stages"
-            raise UserError(
-                f"{written} cannot hold the {config.layers} layers of the model on {self.pipeline} pipeline ranks",
-                hint=f"give --partition {self.pipeline} numbers that sum to {config.layers}",
-            )
-        starts = [sum(counts[:stage]) for stage in range(self.pipeline)]
-        return [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
-
-    def check(self, config: ModelConfig) -> None:
-        """Raise if the tensor parallel size does not divide heads, key-value heads and MLP width."""
-        groups = groups_of(config)
-        for what, number in (("key-value heads", groups), ("heads", config.heads), ("MLP columns (ffn)", config.ffn)):
-            if number % self.tensor:
-                raise UserError(
-                    f"{number} {what} cannot be divided among {self.tensor} tensor ranks",
-                    hint="choose another --tensor",
-                )
+EXPERT = re.compile(r"\.local_experts\.(\d+)\.(linear_fc[12])\.weight$")
 
 
 def bytes_of(supply: Supply, layout: MegatronLayout) -> int:
@@ -119,6 +89,8 @@ def _names(entry: Entry, stages: list[range], tied: bool) -> dict[int, str]:
 def _shards(entry: Entry, supply: Supply, ranks: int) -> list[list[Tensor]]:
     """The shard of each tensor rank, as consecutive parts, which are written without concatenation."""
     parts = supply.parts(entry)
+    if entry.expert is not None:
+        parts, entry = [part[entry.expert] for part in parts], replace(entry, expert=None)
     if entry.cut is None:
         return [[joined(entry, parts, supply.config)]] * ranks
     if entry.cut == 1:
@@ -147,7 +119,7 @@ class _RankFile:
     def __init__(self, path: Path, supply: Supply, layout: MegatronLayout, entries: list[tuple[Entry, str]]) -> None:
         self.path, self.offsets = path, {}
         path.parent.mkdir(parents=True)
-        args = args_of(supply.config, supply.dtype, supply.source.extra, layout.tensor, layout.pipeline, layout.engine)
+        args = args_of(supply.config, supply.dtype, supply.source.extra, layout)
         head = {"args": args, "checkpoint_version": 3.0, "iteration": ITERATION}
         with FakeTensorMode():
             weights = {}
@@ -155,7 +127,7 @@ class _RankFile:
                 size = list(_padded_size(entry, supply, layout.tensor))
                 if entry.cut is not None:
                     size[entry.cut] //= layout.tensor
-                weights[_te_name(name) if layout.engine else name] = torch.empty(size, dtype=supply.dtype)
+                weights[_name_in(layout, entry, supply.config, name)] = torch.empty(size, dtype=supply.dtype)
             with torch.serialization.skip_data(materialize_fake_tensors=True):
                 torch.save({**head, "model": weights}, path)
             with torch.serialization.safe_globals([type(args)]):
@@ -192,41 +164,87 @@ def torch_dist(supply: Supply, folder: Path, layout: MegatronLayout) -> None:
     iteration.mkdir()
     stacks: dict[str, list[Entry]] = {}
     for entry in megatron(supply.config):
-        name = _te_name(entry.name).replace(f"layers.{entry.layer}.", "layers.")
-        stacks.setdefault(name, []).append(entry)
+        for name in _names_in_dist(entry, supply.config):
+            stacks.setdefault(name, []).append(entry)
     tensors = {name: _lazy(entries, supply) for name, entries in stacks.items()}
-    args = args_of(supply.config, supply.dtype, supply.source.extra, 1, 1, engine=True)
-    folders.fill(iteration, {**tensors, **_empty_states(supply.config.layers)}, None)
+    args = args_of(supply.config, supply.dtype, supply.source.extra, replace(layout, engine=True))
+    folders.fill(iteration, {**tensors, **_empty_states(supply.config)}, None)
     torch.save({"args": args, "checkpoint_version": 3.0, "iteration": ITERATION}, iteration / "common.pt")
     backends = {"sharded_backend": "torch_dist", "common_backend": "torch"}
     files.write_json(iteration / "metadata.json", {**backends, **{f"{key}_version": 1 for key in backends}})
     files.write_text(folder / LATEST, f"{ITERATION}\n")
 
 
+def _stacks_layers(config: ModelConfig) -> bool:
+    """Whether the tensors of all layers are stacked into one: not if only some layers have experts."""
+    return len({isinstance(layer.mlp, ExpertsBlock) for layer in config.blocks.layers}) == 1
+
+
+def _names_in_dist(entry: Entry, config: ModelConfig) -> list[str]:
+    """The names of the tensor that contains an entry.
+
+    The norm before experts has two: Megatron's local layers and those of Transformer Engine name it differently.
+    """
+    name = EXPERT.sub(r".experts.\2.weight", entry.name)
+    names = [_te_name(name)]
+    if _precedes_experts(entry, config):
+        names.append(name)
+    if _stacks_layers(config):
+        names = [name.replace(f"layers.{entry.layer}.", "layers.") for name in names]
+    return names
+
+
+def _precedes_experts(entry: Entry, config: ModelConfig) -> bool:
+    is_norm = entry.layer is not None and ".pre_mlp_layernorm." in entry.name
+    return is_norm and isinstance(config.blocks.layers[entry.layer or 0].mlp, ExpertsBlock)
+
+
 def _lazy(entries: list[Entry], supply: Supply) -> LazyTensor:
+    """A tensor of `torch_dist`, made layer by layer if layers are stacked. Experts are stacked within a layer."""
     size = _padded_size(entries[0], supply, 1)
-    is_stacked = entries[0].layer is not None
+    is_stacked = entries[0].layer is not None and _stacks_layers(supply.config)
+    layers = supply.config.layers if is_stacked else 1
+    experts = len(entries) // layers
+    if entries[0].expert is not None:
+        size = (experts, *size)
 
     def make(part: int) -> Tensor:
-        if is_stacked:
-            return supply.whole(entries[part])[None]
-        return with_padding(supply.whole(entries[0]), size[0])
+        layer = entries[part * experts : (part + 1) * experts]
+        if layer[0].expert is not None:
+            whole = torch.stack([supply.whole(entry) for entry in layer])
+        else:
+            whole = with_padding(supply.whole(layer[0]), size[0])
+        return whole[None] if is_stacked else whole
 
-    return LazyTensor(
-        make, (len(entries), *size) if is_stacked else size, supply.dtype, len(entries) if is_stacked else 1
-    )
+    return LazyTensor(make, (layers, *size) if is_stacked else size, supply.dtype, layers)
 
 
-def _empty_states(layers: int) -> dict[str, list[None]]:
+def _empty_states(config: ModelConfig) -> dict[str, list[None]]:
     """The extra state that Megatron expects for each linear layer; it is empty without fp8."""
-    return {
-        f"decoder.layers.{product}._extra_state/shard_{layer}_{layers}": [None]
-        for product in PRODUCTS
-        for layer in range(layers)
-    }
+    states: dict[str, list[None]] = {}
+    for entry in megatron(config):
+        product, _, kind = entry.name.rpartition(".")
+        if entry.layer is None or ".linear_" not in product or kind != "weight":
+            continue
+        places = [(entry.layer, config.layers)] if _stacks_layers(config) else []
+        if entry.expert is not None:
+            experts = config.blocks.layers[entry.layer].mlp
+            assert isinstance(experts, ExpertsBlock)
+            places.append((entry.expert, experts.routing.experts))
+        offsets, sizes = (".".join(map(str, numbers)) for numbers in zip(*(places or [(0, 1)]), strict=True))
+        (name,) = _names_in_dist(entry, config)
+        states[f"{name.removesuffix('.weight')}._extra_state/shard_{offsets}_{sizes}"] = [None]
+    return states
 
 
 def _te_name(name: str) -> str:
     for theirs, engine in TE_NAMES.items():
         name = name.replace(theirs, engine)
     return name
+
+
+def _name_in(layout: MegatronLayout, entry: Entry, config: ModelConfig, name: str) -> str:
+    """The name of a tensor in a `torch` checkpoint with this kind of layers."""
+    if layout.grouped and entry.expert is not None:
+        return EXPERT.sub(r".\2.weight\1", name)
+    return _te_name(name) if layout.engine and not _precedes_experts(entry, config) else name
