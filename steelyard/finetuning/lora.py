@@ -22,6 +22,7 @@ from steelyard.core.errors import UserError
 from steelyard.core.recipe.finetune_section import AdapterSection, BasePrecision
 from steelyard.core.recipe.finetune_section import Linear as Target
 from steelyard.model import LanguageModel
+from steelyard.model.experts import MATRIX_MODULES
 from steelyard.model.modules import Linear, product
 from steelyard.model.quantized_weight import QuantizedWeight, quantize_layers
 from steelyard.parallel.mesh import MeshAxis
@@ -86,7 +87,7 @@ def add_adapters(
     `keeps_zeros` preserves pruned weights. `stored` is the precision of the frozen matrices of all layers.
     """
     for module in model.modules():
-        if isinstance(module, (nn.Linear, nn.Embedding)):
+        if isinstance(module, MATRIX_MODULES):
             module.to(model.dtype)
     model.requires_grad_(False)
     model.tie()

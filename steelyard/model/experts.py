@@ -95,7 +95,16 @@ class ExpertLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(experts, rows, columns))
 
     def forward(self, x_SD: Tensor, counts_X: Tensor) -> Tensor:
-        return grouped_linear(x_SD, self.weight, counts_X)
+        return self.product(x_SD, self.weight, counts_X)
+
+    @staticmethod
+    def product(x_SD: Tensor, weight_XFD: Tensor, counts_X: Tensor) -> Tensor:
+        """The product of each slot with the matrix of its expert; replace it to use another arithmetic."""
+        return grouped_linear(x_SD, weight_XFD, counts_X)
+
+
+MATRIX_MODULES = (nn.Linear, nn.Embedding, ExpertLinear)
+"""Modules whose frozen weights are stored in the compute dtype. Norms and routers compute in fp32."""
 
 
 def grouped_linear(x_SD: Tensor, weight_XFD: Tensor, counts_X: Tensor) -> Tensor:

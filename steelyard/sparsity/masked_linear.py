@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from steelyard.core.recipe import Recipe
 from steelyard.core.recipe.sparsity_section import SparsitySection
 from steelyard.model import LanguageModel
-from steelyard.model.experts import RouterOutput
+from steelyard.model.experts import MATRIX_MODULES, RouterOutput
 from steelyard.model.modules import Linear
 from steelyard.model.transformer import LayerInputs, TransformerLayer
 from steelyard.sparsity import gumbel
@@ -94,7 +94,7 @@ def replace_linears(model: LanguageModel, names: Container[str], make: Callable[
 def freeze(model: LanguageModel) -> None:
     """Freeze all parameters, and store matrices in the compute dtype; norms stay fp32, since they compute in fp32."""
     for module in model.modules():
-        if isinstance(module, (nn.Linear, nn.Embedding)):
+        if isinstance(module, MATRIX_MODULES):
             module.to(model.dtype)
     model.requires_grad_(False)
     model.tie()

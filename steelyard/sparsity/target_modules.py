@@ -1,6 +1,6 @@
-"""Selects the matrices to mask: linear modules inside layers, filtered by the user's patterns.
+"""Selects the matrices to mask: linear modules and experts inside layers, filtered by the user's patterns.
 
-Embeddings, norms, biases and the head are never masked. A pattern matches a matrix's name without `.weight`, such as
+Embeddings, norms, biases, routers and the head are never masked. A pattern matches a matrix's name without `.weight`, such as
 `layers.3.mlp.down`: the whole name (`layers.*.mlp.*`), consecutive parts of it (`mlp`, `attention.output`,
 `layers.3`), or layer numbers (`0`, `4-7`).
 """
@@ -16,19 +16,20 @@ import torch
 from steelyard import model
 from steelyard.core.errors import UserError
 from steelyard.core.recipe.model_section import ModelConfig
+from steelyard.model.experts import ExpertLinear
 from steelyard.model.modules import Linear
 
 LAYERS = re.compile(r"(\d+)(?:-(\d+))?")
 
 
-def maskable(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """The matrices that can be masked and their sizes, [out, in], in layer order."""
+def maskable(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The weights that can be masked and their sizes, [out, in] or [experts, out, in], in layer order."""
     with torch.device("meta"):
         network = model.build(config)
     return {
-        f"layers.{name}.weight": (module.out_features, module.in_features)
+        f"layers.{name}.weight": tuple(module.weight.shape)
         for name, module in network.layers.named_modules()
-        if isinstance(module, Linear)
+        if isinstance(module, (Linear, ExpertLinear))
     }
 
 
