@@ -57,7 +57,7 @@ class Adapting(Extension):
 
     def initial_std(self, part: ParamShard) -> float | None:
         """A is random, with PEFT's standard deviation; B is zero."""
-        return (3 * part.shape[1]) ** -0.5 if part.name.endswith(ADAPTER_IN) else 0.0
+        return (3 * part.shape[-1]) ** -0.5 if part.name.endswith(ADAPTER_IN) else 0.0
 
     def start(self, engine: Engine, world: World) -> str:
         """Load weights from the base; initialise DoRA's magnitudes from the row norms."""

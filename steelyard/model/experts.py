@@ -22,6 +22,7 @@ from steelyard.model.mlp import Mlp, activated
 
 TOKENS, DROPPED, ENTROPY, AUX = range(-4, 0)
 """Where `RouterOutput.stats` has the tokens, the dropped slots, the summed entropy and the summed losses."""
+GROUPED_MULTIPLE = 8  # Rows and columns of a grouped product in bf16 are aligned to 16 bytes.
 
 
 class RouterOutput(NamedTuple):
@@ -87,26 +88,6 @@ def sorted_slots(experts_TK: Tensor, experts: int) -> Slots:
     return Slots(order_S, inverse_S, counts[:experts])
 
 
-class ExpertLinear(nn.Module):
-    """The same projection of all experts, as one parameter."""
-
-    def __init__(self, experts: int, rows: int, columns: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(experts, rows, columns))
-
-    def forward(self, x_SD: Tensor, counts_X: Tensor) -> Tensor:
-        return self.product(x_SD, self.weight, counts_X)
-
-    @staticmethod
-    def product(x_SD: Tensor, weight_XFD: Tensor, counts_X: Tensor) -> Tensor:
-        """The product of each slot with the matrix of its expert; replace it to use another arithmetic."""
-        return grouped_linear(x_SD, weight_XFD, counts_X)
-
-
-MATRIX_MODULES = (nn.Linear, nn.Embedding, ExpertLinear)
-"""Modules whose frozen weights are stored in the compute dtype. Norms and routers compute in fp32."""
-
-
 def grouped_linear(x_SD: Tensor, weight_XFD: Tensor, counts_X: Tensor) -> Tensor:
     """The product of each slot with the matrix of its expert. Slots are sorted; those after the counts give zeros."""
     weight_XFD = weight_XFD.to(x_SD.dtype)
@@ -120,12 +101,33 @@ def grouped_linear(x_SD: Tensor, weight_XFD: Tensor, counts_X: Tensor) -> Tensor
 
 
 def grouped_mm(x_SD: Tensor, weight_XFD: Tensor, counts_X: Tensor) -> Tensor:
-    """The same product by PyTorch's kernel, which reads the counts on the device."""
+    """The same product by PyTorch's kernel, which reads the counts on the device and needs aligned rows."""
     ends_X = counts_X.cumsum(0).to(torch.int32)
-    product_SF = F.grouped_mm(x_SD, weight_XFD.transpose(-2, -1), offs=ends_X)
+    _, rows, columns = weight_XFD.shape
+    more_rows, more_columns = -rows % GROUPED_MULTIPLE, -columns % GROUPED_MULTIPLE
+    if more_rows or more_columns:
+        x_SD, weight_XFD = F.pad(x_SD, (0, more_columns)), F.pad(weight_XFD, (0, more_columns, 0, more_rows))
+    product_SF = F.grouped_mm(x_SD, weight_XFD.transpose(-2, -1), offs=ends_X)[:, :rows]
     # The kernel does not write rows after the last group.
     is_computed_S = torch.arange(len(x_SD), device=x_SD.device) < ends_X[-1]
     return product_SF.where(is_computed_S[:, None], 0)
+
+
+class ExpertLinear(nn.Module):
+    """The same projection of all experts, as one parameter. Replace `product` to use another arithmetic."""
+
+    product: Callable[[Tensor, Tensor, Tensor], Tensor] = staticmethod(grouped_linear)
+
+    def __init__(self, experts: int, rows: int, columns: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(experts, rows, columns))
+
+    def forward(self, x_SD: Tensor, counts_X: Tensor) -> Tensor:
+        return self.product(x_SD, self.weight, counts_X)
+
+
+MATRIX_MODULES = (nn.Linear, nn.Embedding, ExpertLinear)
+"""Modules whose frozen weights are stored in the compute dtype. Norms and routers compute in fp32."""
 
 
 class ExpertStack(nn.Module):

@@ -6,7 +6,7 @@ pruned for the outputs of the pruned layers before it. With `dense_inputs` the o
 nothing were pruned. The hidden states of the windows stay on the device if they take at most a quarter of its free
 memory, otherwise in host memory.
 
-Every expert is pruned by the tokens that the router sends to it (`input_statistics`), or by magnitude if there are none.
+Every expert is pruned by the tokens that are routed to it (`input_statistics`), or by magnitude if there are none.
 Ranks share the batches and the matrices (`prune_ranks`). A layer that an earlier command finished is not pruned again.
 
 Tensor suffixes: B windows, L length, D hidden, O outputs, I inputs.
@@ -172,24 +172,21 @@ def _pruned_layer(
     pruned = prune_ranks.exchanged(mesh, owners, mine, dense, task.update, task.device)
     chosen = {parameter_of(matrix)[0] for matrix in owners}
     matrices = stacked(pruned, [name for name in task.names if name in chosen])
-    ordered = [
-        rows[matrix] for name, each in matrices.items() for matrix in matrices_of(name, tuple(each.mask_OI.shape))
-    ]
+    names = [matrix for name, each in matrices.items() for matrix in matrices_of(name, tuple(each.mask_OI.shape))]
+    ordered = [rows[name] for name in names]
     if mesh.world.index == 0:
-        for row in ordered:
-            _remark(row)
+        for name in names:
+            _remark(name, rows[name])
         if task.method != "magnitude":
             _warn_of_few_tokens(number, ordered)
     return LayerOnDevice(number, matrices, time.monotonic() - begun, ordered)
 
 
-def _remark(row: dict[str, Any]) -> None:
+def _remark(name: str, row: dict[str, Any]) -> None:
     if row["damping"] is not None and row["damping"] > DAMPING:
-        console.warn(
-            f"{row['name']}: the Cholesky factorisation of H needed a damping of {row['damping']:g} x mean diagonal"
-        )
+        console.warn(f"{name}: the Cholesky factorisation of H needed a damping of {row['damping']:g} x mean diagonal")
     if row["dead"]:
-        console.say(f"{row['name']}: {row['dead']} inputs are zero in every token; their weights are pruned first")
+        console.say(f"{name}: {row['dead']} inputs are zero in every token; their weights are pruned first")
 
 
 def _warn_of_few_tokens(number: int, rows: list[dict[str, Any]]) -> None:

@@ -48,7 +48,7 @@ def write(
     base: dict[str, Any],
     made_by: dict[str, Any] | None = None,
 ) -> int:
-    """Write masks (bool, of whole weights) from an iterable, packing each immediately; returns the file size in bytes."""
+    """Write masks (bool, of whole weights) from an iterable, packing each immediately; returns the file size."""
     packed: dict[str, Tensor] = {}
     shapes: dict[str, list[int]] = {}
     for name, mask in masks:

@@ -1,25 +1,20 @@
 """Selects the matrices to mask: linear modules and experts inside layers, filtered by the user's patterns.
 
-Embeddings, norms, biases, routers and the head are never masked. A pattern matches a matrix's name without `.weight`, such as
-`layers.3.mlp.down`: the whole name (`layers.*.mlp.*`), consecutive parts of it (`mlp`, `attention.output`,
-`layers.3`), or layer numbers (`0`, `4-7`).
+Embeddings, norms, biases, routers and the head are never masked. `core/recipe/weight_names.py` describes the patterns.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
-from fnmatch import fnmatchcase
 
 import torch
 
 from steelyard import model
 from steelyard.core.errors import UserError
 from steelyard.core.recipe.model_section import ModelConfig
+from steelyard.core.recipe.weight_names import matches
 from steelyard.model.experts import ExpertLinear
 from steelyard.model.modules import Linear
-
-LAYERS = re.compile(r"(\d+)(?:-(\d+))?")
 
 
 def maskable(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -59,15 +54,3 @@ def chosen(
     if not matched:
         raise UserError("no matrix remains to be masked", where=" and ".join(options))
     return matched
-
-
-def matches(name: str, pattern: str) -> bool:
-    """Whether a pattern matches the name of a matrix."""
-    parts = name.removesuffix(".weight").split(".")
-    numbers = LAYERS.fullmatch(pattern)
-    if numbers:
-        first = int(numbers[1])
-        return first <= int(parts[1]) <= int(numbers[2] or first)
-    pattern = pattern.removesuffix(".weight")
-    runs = (".".join(parts[first:end]) for first in range(len(parts)) for end in range(first + 1, len(parts) + 1))
-    return any(fnmatchcase(run, pattern) for run in runs)

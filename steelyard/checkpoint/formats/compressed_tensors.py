@@ -135,7 +135,7 @@ def expanded(values: Tensor, indices: Tensor, where: str = "") -> Tensor:
 
 
 def matrices(sizes: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """The weights of a model that can be compressed: the matrices of its layers, except routers, which are not pruned."""
+    """The weights of a model that can be compressed: the matrices of its layers, except routers."""
     return [
         name
         for name, size in sizes.items()
