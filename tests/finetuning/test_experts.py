@@ -87,6 +87,40 @@ def test_a_merged_model_is_the_base_plus_the_adapters_of_each_expert(expert_base
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*_pattern keys did not match")
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [
+        ("mixtral", "'attention', 'experts'"),
+        ("mixtral", "'experts.gate'"),
+        ("qwen3-moe", "'output', 'experts.up', 'experts.down'"),
+    ],
+)
+def test_peft_computes_what_the_merged_model_does(expert_bases, place, family, targets):
+    peft = pytest.importorskip("peft")
+    import transformers
+
+    prepared, run = adapt(expert_bases / family, f"finetune.adapter.targets=[{targets}]", "train.steps=2")
+    sft.export(prepared, run, place / "out")
+    peft_format.export(run.path, place / "adapter")
+    base = transformers.AutoModelForCausalLM.from_pretrained(expert_bases / family, dtype=torch.float32)
+    with torch.no_grad():
+        expected = peft.PeftModel.from_pretrained(base, place / "adapter").eval()(IDS).logits
+    assert (expected - logits(expert_bases / family, IDS)).abs().max() > 0.01
+    torch.testing.assert_close(logits(place / "out", IDS), expected, atol=1e-4, rtol=0)
+    with pytest.raises(UserError, match=r"target_parameters .* is not supported"):
+        peft_format.merge(str(expert_bases / family), str(place / "adapter"), place / "merged")
+
+
+@pytest.mark.slow
+def test_adapters_of_a_dense_layer_beside_experts_are_not_written_for_peft(expert_bases, place):
+    _, run = adapt(expert_bases / "qwen3-moe", "train.steps=1")
+    with pytest.raises(UserError, match="for those of the experts") as refused:
+        peft_format.export(run.path, place / "adapter")
+    assert "steelyard adapter merge" in str(refused.value.hint)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["full", "dpo", "dpo with adapters"])
 def test_a_model_with_experts_is_tuned(expert_bases, place, kind):
     words = [*WORDS[:3], "finetune.valid_share=0.0", "optim.learning_rate=1e-3"]
