@@ -64,7 +64,9 @@ class Adapting(Extension):
         self._load_base(None, engine, world)
         if self.stored is None:
             self._set_magnitudes(engine)
-        return f"new run with adapters for {self.base['path']}"
+        is_partial = self.recipe.model.blocks.has_experts and not self.adapter.has_experts
+        without = '; experts have none, unless finetune.adapter.targets has "experts"' if is_partial else ""
+        return f"new run with adapters for {self.base['path']}{without}"
 
     def resumed(self, engine: Engine, world: World, state: dict[str, Any]) -> None:
         """Load weights from the base that the checkpoint refers to."""
