@@ -22,7 +22,6 @@ from steelyard.model.mlp import Mlp, activated
 
 TOKENS, DROPPED, ENTROPY, AUX = range(-4, 0)
 """Where `RouterOutput.stats` has the tokens, the dropped slots, the summed entropy and the summed losses."""
-GROUPED_MULTIPLE = 8  # Rows and columns of a grouped product in bf16 are aligned to 16 bytes.
 
 
 class RouterOutput(NamedTuple):
@@ -101,13 +100,9 @@ def grouped_linear(x_SD: Tensor, weight_XFD: Tensor, counts_X: Tensor) -> Tensor
 
 
 def grouped_mm(x_SD: Tensor, weight_XFD: Tensor, counts_X: Tensor) -> Tensor:
-    """The same product by PyTorch's kernel, which reads the counts on the device and needs aligned rows."""
+    """The same product by PyTorch's kernel, which reads the counts on the device."""
     ends_X = counts_X.cumsum(0).to(torch.int32)
-    _, rows, columns = weight_XFD.shape
-    more_rows, more_columns = -rows % GROUPED_MULTIPLE, -columns % GROUPED_MULTIPLE
-    if more_rows or more_columns:
-        x_SD, weight_XFD = F.pad(x_SD, (0, more_columns)), F.pad(weight_XFD, (0, more_columns, 0, more_rows))
-    product_SF = F.grouped_mm(x_SD, weight_XFD.transpose(-2, -1), offs=ends_X)[:, :rows]
+    product_SF = F.grouped_mm(x_SD, weight_XFD.transpose(-2, -1), offs=ends_X)
     # The kernel does not write rows after the last group.
     is_computed_S = torch.arange(len(x_SD), device=x_SD.device) < ends_X[-1]
     return product_SF.where(is_computed_S[:, None], 0)
