@@ -6,15 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from steelyard import checkpoint
+from steelyard import checkpoint, model
 from steelyard.checkpoint.formats import open_source
 from steelyard.core.errors import UserError
 from steelyard.core.recipe.finetune_section import AdapterSection
 from steelyard.evaluate.chat import open_chat
 from steelyard.evaluate.generation import Sampling, writer
 from steelyard.finetuning import peft_format, sft
-from steelyard.finetuning.lora import AdaptedExperts, merged
+from steelyard.finetuning.lora import AdaptedExperts, add_adapters, merged
 from steelyard.model.experts import ExpertLinear
+from steelyard.sizes.adapter_size import adapter_size
 from steelyard.sparsity.prune import prune
 from steelyard.sparsity.prune_request import PruneRequest
 from tests.finetuning.conftest import recipe_of, write_jsonl
@@ -60,6 +61,16 @@ def test_experts_get_adapters_only_if_a_target_names_them(targets, chosen):
     adapter = AdapterSection(targets=targets) if targets else AdapterSection()
     names = ["attention.query", "mlp.up", "mlp.experts.up", "mlp.experts.down", "mlp.shared.up"]
     assert {name for name in names if adapter.selects(name)} == chosen
+
+
+@pytest.mark.parametrize("targets", [EXPERTS, BOTH])
+def test_the_predicted_size_is_that_of_the_adapters(expert_bases, place, targets):
+    recipe = recipe_of(expert_bases / "mixtral", LORA, targets)
+    with torch.device("meta"):
+        network = model.build(recipe.model)
+    add_adapters(network, recipe.finetune.adapter)
+    trained = [each.numel() for each in network.layers["0"].parameters() if each.requires_grad]
+    assert adapter_size(recipe, 4).parameters == sum(trained)
 
 
 @pytest.mark.slow
