@@ -39,7 +39,7 @@ from torch.nn import functional as F
 from steelyard.checkpoint.formats.compressed_tensors import compress
 from steelyard.sparsity import gumbel, masked_kernels, sparse_gemv, sparse_linear, sparse_mma
 from steelyard.sparsity.gumbel import GroupOffset
-from steelyard.sparsity.layerwise import Gram
+from steelyard.sparsity.input_statistics import Gram
 from steelyard.sparsity.one_shot import prune_matrix
 from steelyard.sparsity.patterns import Pattern
 from steelyard.sparsity.semi_structured import Packed, packed

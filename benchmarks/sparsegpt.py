@@ -18,7 +18,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from steelyard.sparsity.layerwise import Gram
+from steelyard.sparsity.input_statistics import Gram
 from steelyard.sparsity.one_shot import Hessian, prune_matrix, reconstruction_error
 from steelyard.sparsity.patterns import Pattern
 

@@ -7,7 +7,6 @@ from typing import Literal
 
 import torch
 from pydantic import ValidationError
-from torch import nn
 
 from steelyard.checkpoint.formats import CheckpointSource
 from steelyard.checkpoint.formats.compressed_tensors import CompressedSource
@@ -18,6 +17,7 @@ from steelyard.core.recipe import Recipe
 from steelyard.core.recipe.data_section import DataSection
 from steelyard.core.recipe.parallel_section import ParallelSection
 from steelyard.model import LanguageModel
+from steelyard.model.experts import MATRIX_MODULES
 from steelyard.parallel import mesh as meshes
 from steelyard.parallel.mesh import Mesh, Sharding
 from steelyard.parallel.parallelize import assemble
@@ -98,7 +98,7 @@ def _recipe(source: CheckpointSource, tensor: int) -> Recipe:
 def _cast(network: LanguageModel, dtype: torch.dtype) -> None:
     """Cast matrices to the precision they are used in. Norms stay in fp32, in which they compute."""
     for module in network.modules():
-        if isinstance(module, (nn.Linear, nn.Embedding)):
+        if isinstance(module, MATRIX_MODULES):
             module.to(dtype)
 
 

@@ -6,22 +6,23 @@ the denominator is a constant in the backward pass. Both are what PEFT computes,
 
 On a pruned model LoRA can keep its zeros: m * (W + s B A), where m is 1 where W is not zero. PEFT has no equivalent.
 
+Every expert has an A and a B of its own (experts x rank x in, experts x out x rank), only for LoRA.
+
 QLoRA stores every W of the layers in 4 or 8 bits (`model/quantized_weight.py`); all of the above then holds for the
 dequantized W.
 """
 
 from __future__ import annotations
 
-from typing import get_args
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from steelyard.core.errors import UserError
+from steelyard.core.recipe.blocks import ModelBlocks
 from steelyard.core.recipe.finetune_section import AdapterSection, BasePrecision
-from steelyard.core.recipe.finetune_section import Linear as Target
 from steelyard.model import LanguageModel
+from steelyard.model.experts import MATRIX_MODULES, ExpertLinear
 from steelyard.model.modules import Linear, product
 from steelyard.model.quantized_weight import QuantizedWeight, quantize_layers
 from steelyard.parallel.mesh import MeshAxis
@@ -78,6 +79,29 @@ class AdaptedLinear(Linear):
         return self.base(torch.float32) + self.scale * (self.adapter_out.float() @ self.adapter_in.float())
 
 
+class AdaptedExperts(ExpertLinear):
+    """The frozen projection of all experts, with an adapter for each."""
+
+    def __init__(self, linear: ExpertLinear, adapter: AdapterSection, keeps_zeros: bool) -> None:
+        nn.Module.__init__(self)
+        self.weight = linear.weight
+        self.scale, self.keeps_zeros = adapter.alpha / adapter.rank, keeps_zeros
+        experts, rows, columns = linear.weight.shape
+        device = linear.weight.device
+        self.adapter_in = nn.Parameter(torch.empty(experts, adapter.rank, columns, device=device))
+        self.adapter_out = nn.Parameter(torch.empty(experts, rows, adapter.rank, device=device))
+
+    def forward(self, x_SD: Tensor, counts_X: Tensor) -> Tensor:
+        """The frozen product plus the adapter's."""
+        if self.keeps_zeros:
+            added = self.adapter_out.to(x_SD.dtype) @ self.adapter_in.to(x_SD.dtype) * self.scale
+            base = self.weight.to(x_SD.dtype)
+            return self.product(x_SD, base + added.where(base != 0, 0.0), counts_X)
+        inner = self.product(x_SD, self.adapter_in, counts_X)
+        added = self.product(inner, self.adapter_out, counts_X) * self.scale
+        return self.product(x_SD, self.weight, counts_X) + added
+
+
 def add_adapters(
     model: LanguageModel, adapter: AdapterSection, keeps_zeros: bool = False, stored: BasePrecision | None = None
 ) -> None:
@@ -86,23 +110,31 @@ def add_adapters(
     `keeps_zeros` preserves pruned weights. `stored` is the precision of the frozen matrices of all layers.
     """
     for module in model.modules():
-        if isinstance(module, (nn.Linear, nn.Embedding)):
+        if isinstance(module, MATRIX_MODULES):
             module.to(model.dtype)
     model.requires_grad_(False)
     model.tie()
-    names = {path.rpartition(".")[2] for layer in model.layers.values() for path, _ in layer.named_modules()}
-    if model.layers and not names & set(adapter.targets):
-        raise UserError(
-            f"finetune.adapter.targets matches no matrix of this model family: {', '.join(adapter.targets)}",
-            hint=f"use one of {', '.join(sorted(names & set(get_args(Target))))}",
-        )
+    refuse_unknown_targets(model.blocks, adapter)
     for layer in model.layers.values():
         for path, linear in list(layer.named_modules()):
+            if not isinstance(linear, (Linear, ExpertLinear)) or not adapter.selects(path):
+                continue
             parent, _, name = path.rpartition(".")
-            if name in adapter.targets and isinstance(linear, Linear):
-                setattr(layer.get_submodule(parent), name, AdaptedLinear(linear, adapter, keeps_zeros))
+            kind = AdaptedExperts if isinstance(linear, ExpertLinear) else AdaptedLinear
+            setattr(layer.get_submodule(parent), name, kind(linear, adapter, keeps_zeros))  # type: ignore[arg-type]
     if stored is not None:
         quantize_layers(model.layers, *stored)
+
+
+def refuse_unknown_targets(blocks: ModelBlocks, adapter: AdapterSection) -> None:
+    """Raise for targets that select no matrix of any layer."""
+    names = {name.removesuffix(".weight") for _, name, param in blocks.layer_params() if len(param.shape) > 1}
+    names.discard("mlp.router")
+    if not any(adapter.selects(name) for name in names):
+        raise UserError(
+            f"finetune.adapter.targets matches no matrix of this model family: {', '.join(adapter.targets)}",
+            hint=f"use some of {', '.join(sorted(names))}",
+        )
 
 
 def is_adapter(name: str) -> bool:
@@ -111,7 +143,7 @@ def is_adapter(name: str) -> bool:
 
 
 def merged(weight: Tensor, learned: dict[str, Tensor], scale: float, keeps_zeros: bool = False) -> Tensor:
-    """A matrix with its adapter merged, in fp32."""
+    """A matrix, or the matrices of all experts, with adapters merged, in fp32."""
     total = weight.float() + scale * (learned[ADAPTER_OUT].float() @ learned[ADAPTER_IN].float())
     if MAGNITUDE in learned:
         total = total * (learned[MAGNITUDE].float() / total.norm(dim=1))[:, None]

@@ -57,14 +57,16 @@ class Adapting(Extension):
 
     def initial_std(self, part: ParamShard) -> float | None:
         """A is random, with PEFT's standard deviation; B is zero."""
-        return (3 * part.shape[1]) ** -0.5 if part.name.endswith(ADAPTER_IN) else 0.0
+        return (3 * part.shape[-1]) ** -0.5 if part.name.endswith(ADAPTER_IN) else 0.0
 
     def start(self, engine: Engine, world: World) -> str:
         """Load weights from the base; initialise DoRA's magnitudes from the row norms."""
         self._load_base(None, engine, world)
         if self.stored is None:
             self._set_magnitudes(engine)
-        return f"new run with adapters for {self.base['path']}"
+        is_partial = self.recipe.model.blocks.has_experts and not self.adapter.has_experts
+        without = '; experts have none, unless finetune.adapter.targets has "experts"' if is_partial else ""
+        return f"new run with adapters for {self.base['path']}{without}"
 
     def resumed(self, engine: Engine, world: World, state: dict[str, Any]) -> None:
         """Load weights from the base that the checkpoint refers to."""

@@ -11,6 +11,7 @@ are concatenated: both rank and alpha add up, so the scale is unchanged.
 from __future__ import annotations
 
 import re
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from steelyard.core.recipe.finetune_section import AdapterSection
 from steelyard.core.safe_parse import read_json_object
 from steelyard.finetuning.lora import merged
 from steelyard.finetuning.lora_extension import STATE, AdaptedSource, saved_precision
+from steelyard.finetuning.peft_experts import adapted_stacks
 from steelyard.finetuning.quantized_base import QuantizedSource
 from steelyard.parallel.tensor_parallel import ADAPTER_IN, ADAPTER_OUT, MAGNITUDE
 from steelyard.sparsity import frozen_base
@@ -59,7 +61,15 @@ def export(run: Path, out: Path) -> dict[str, Any]:
         if learned is not None:
             tensors |= {f"{PREFIX}{module}.{name}": tensor for name, tensor in learned.items()}
             ranks[_target(module)] = len(learned["lora_A.weight"])
-    other = {target: rank for target, rank in ranks.items() if rank != adapter.rank}
+    if shape.blocks.has_experts and any(".mlp." in f".{target}" for target in ranks):
+        raise UserError(
+            "PEFT takes adapters of an MLP in a model with experts for those of the experts",
+            hint=f"steelyard adapter merge {shlex.quote(str(source.origin.path))} {shlex.quote(str(run))} OUT "
+            "writes the merged weights",
+        )
+    stacks, stack_ranks = adapted_stacks(source)
+    tensors |= {f"{PREFIX}{name}": tensor for name, tensor in stacks.items()}
+    other = {target: rank for target, rank in (ranks | stack_ranks).items() if rank != adapter.rank}
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -69,6 +79,7 @@ def export(run: Path, out: Path) -> dict[str, Any]:
         "lora_dropout": 0.0,
         "bias": "none",
         "target_modules": sorted(ranks),
+        "target_parameters": sorted(stack_ranks) or None,
         "rank_pattern": other,
         "alpha_pattern": {target: adapter.alpha * rank / adapter.rank for target, rank in other.items()},
         "use_dora": adapter.kind == "dora",
@@ -82,7 +93,7 @@ def export(run: Path, out: Path) -> dict[str, Any]:
         list(safetensors.write(folder / WEIGHTS, sizes, torch.float32, tensors.values()))
         files.write_json(folder / CONFIG, config)
         sha256sums.write(folder)
-    return {"path": str(out), "adapted": len(source.adapted), "targets": sorted(ranks)}
+    return {"path": str(out), "adapted": len(source.adapted), "targets": sorted(ranks | stack_ranks)}
 
 
 def merge(model: str, adapter: str, out: Path) -> dict[str, Any]:
@@ -116,9 +127,11 @@ def _best(path: Path) -> Path:
 
 
 def _matrices(origin: CheckpointSource) -> list[Entry]:
-    """The tensors of `transformers` that can have adapters."""
+    """The tensors of `transformers` that can have adapters, without experts (`peft_experts`)."""
     return [
-        entry for entry in hugging_face(origin.config) if entry.layer is not None and entry.name.endswith(".weight")
+        entry
+        for entry in hugging_face(origin.config)
+        if entry.layer is not None and entry.expert is None and entry.name.endswith(".weight")
     ]
 
 

@@ -147,7 +147,8 @@ def with_fixed_masks(recipe: Recipe, tune: FinetuneSection) -> Recipe:
     if recipe.sparsity is not None or not tune.keep_zeros:
         return recipe
     source = open_source(str(recipe.train.init_from))
-    zeros = (source.tensor(next(name for name in source.names() if name.endswith("mlp.up.weight"))) == 0).float().mean()
+    names = (name for name in source.names() if name.endswith(("mlp.up.weight", "mlp.experts.up.weight")))
+    zeros = (source.tensor(next(names)) == 0).float().mean()
     if zeros < PRUNED:
         return recipe
     if tune.adapter is not None and tune.adapter.kind == "dora":

@@ -87,17 +87,6 @@ def sorted_slots(experts_TK: Tensor, experts: int) -> Slots:
     return Slots(order_S, inverse_S, counts[:experts])
 
 
-class ExpertLinear(nn.Module):
-    """The same projection of all experts, as one parameter."""
-
-    def __init__(self, experts: int, rows: int, columns: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(experts, rows, columns))
-
-    def forward(self, x_SD: Tensor, counts_X: Tensor) -> Tensor:
-        return grouped_linear(x_SD, self.weight, counts_X)
-
-
 def grouped_linear(x_SD: Tensor, weight_XFD: Tensor, counts_X: Tensor) -> Tensor:
     """The product of each slot with the matrix of its expert. Slots are sorted; those after the counts give zeros."""
     weight_XFD = weight_XFD.to(x_SD.dtype)
@@ -117,6 +106,23 @@ def grouped_mm(x_SD: Tensor, weight_XFD: Tensor, counts_X: Tensor) -> Tensor:
     # The kernel does not write rows after the last group.
     is_computed_S = torch.arange(len(x_SD), device=x_SD.device) < ends_X[-1]
     return product_SF.where(is_computed_S[:, None], 0)
+
+
+class ExpertLinear(nn.Module):
+    """The same projection of all experts, as one parameter. Replace `product` to use another arithmetic."""
+
+    product: Callable[[Tensor, Tensor, Tensor], Tensor] = staticmethod(grouped_linear)
+
+    def __init__(self, experts: int, rows: int, columns: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(experts, rows, columns))
+
+    def forward(self, x_SD: Tensor, counts_X: Tensor) -> Tensor:
+        return self.product(x_SD, self.weight, counts_X)
+
+
+MATRIX_MODULES = (nn.Linear, nn.Embedding, ExpertLinear)
+"""Modules whose frozen weights are stored in the compute dtype. Norms and routers compute in fp32."""
 
 
 class ExpertStack(nn.Module):

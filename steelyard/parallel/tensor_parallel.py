@@ -59,7 +59,9 @@ def split(model: LanguageModel, axis: MeshAxis, by_sequence: bool) -> dict[str, 
                 elif isinstance(child, ExpertLinear):
                     dim = params[f"{name}.weight"].cut
                     assert dim is not None
-                    shard_param(child, "weight", dim, f"{where}.weight", axis, cuts)
+                    for parameter in ("weight", *ADAPTER_CUTS[dim - 1]):
+                        if hasattr(child, parameter):
+                            shard_param(child, parameter, dim, f"{where}.{parameter}", axis, cuts)
                 elif isinstance(child, RmsNorm) and params[f"{name}.weight"].cut is not None:
                     shard_param(child, "weight", 0, f"{where}.weight", axis, cuts)
                     setattr(part, name, ShardedRmsNorm(child, axis))

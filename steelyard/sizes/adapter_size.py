@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from steelyard.core.recipe import Recipe
+from steelyard.core.recipe.blocks import ExpertsBlock
 from steelyard.core.recipe.finetune_section import BasePrecision
 from steelyard.sizes.param_count import matrices
 
@@ -39,18 +40,23 @@ def adapter_size(recipe: Recipe, working_bytes: int) -> AdapterSize | None:
     if tune is None or tune.adapter is None:
         return None
     adapter, parameters, matrix_bytes, largest, outputs, ranks = tune.adapter, 0, 0.0, 0, 0, 0
+    block = recipe.model.blocks.layers[0]
     for name, (rows, columns) in matrices(recipe.model).items():
-        if name in BY_COLUMNS:
+        if name.rpartition(".")[2] in BY_COLUMNS:
             columns //= tensor
         else:
             rows //= tensor
         each = working_bytes if tune.stored is None else stored_bytes(tune.stored, columns)
-        matrix_bytes += each * rows * columns
+        copies, uses = 1, 1  # matrices on this rank, and those that compute a token
+        if isinstance(block.mlp, ExpertsBlock) and name.startswith("experts."):
+            copies, uses = block.mlp.routing.experts // recipe.parallel.expert, block.mlp.routing.top_k
+        matrix_bytes += each * rows * columns * copies
         largest = max(largest, rows * columns)
-        if name in adapter.targets:
-            parameters += adapter.rank * (rows + columns) + (rows if adapter.kind == "dora" else 0)
-            outputs += rows
-            ranks += adapter.rank
+        place = "attention" if name in block.attention.matrices() else "mlp"
+        if adapter.selects(f"{place}.{name}"):
+            parameters += copies * (adapter.rank * (rows + columns) + (rows if adapter.kind == "dora" else 0))
+            outputs += rows * uses
+            ranks += adapter.rank * uses
     is_dora = adapter.kind == "dora"
     temporary = largest * ((0 if tune.stored is None else working_bytes) + (2 * FP32 if is_dora else 0))
     return AdapterSize(parameters, int(matrix_bytes), temporary, ranks, outputs, is_dora)

@@ -81,7 +81,7 @@ class FinishedLayers:
 
     def _matrix(self, name: str, tensors: dict[str, safetensors.Extent]) -> Pruned:
         dense = self.source.tensor(name)
-        mask_OI = unpack(tensors[f"{name}.mask"].read(), (dense.shape[0], dense.shape[1]), self.task.pattern)
+        mask_OI = unpack(tensors[f"{name}.mask"].read(), tuple(dense.shape), self.task.pattern)
         weight_OI = tensors[f"{name}.weight"].read() if self.task.update else dense.masked_fill(~mask_OI, 0)
         return Pruned(mask_OI, weight_OI)
 

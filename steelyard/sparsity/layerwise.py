@@ -6,8 +6,7 @@ pruned for the outputs of the pruned layers before it. With `dense_inputs` the o
 nothing were pruned. The hidden states of the windows stay on the device if they take at most a quarter of its free
 memory, otherwise in host memory.
 
-Matrices with the same input (query, key and value; gate and up) share one sum. The sums are fp64: fp32 products of
-batches add up exactly there, unless they differ by more than 2^24 in size, so the order of the batches does not matter.
+Every expert is pruned by the tokens that are routed to it (`input_statistics`), or by magnitude if there are none.
 Ranks share the batches and the matrices (`prune_ranks`). A layer that an earlier command finished is not pruned again.
 
 Tensor suffixes: B windows, L length, D hidden, O outputs, I inputs.
@@ -18,27 +17,36 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from steelyard import model
 from steelyard.checkpoint.formats import CheckpointSource
 from steelyard.core.console import console
 from steelyard.model import LanguageModel, StageSpec
-from steelyard.model.modules import Linear
+from steelyard.model.experts import MATRIX_MODULES
 from steelyard.parallel import mesh as meshes
 from steelyard.parallel.mesh import Mesh
 from steelyard.sparsity import prune_ranks
-from steelyard.sparsity.one_shot import DAMPING, Hessian, Pruned, prune_matrix, reconstruction_error
+from steelyard.sparsity.input_statistics import (
+    Gram,
+    InputGroup,
+    InputWatcher,
+    MatrixReader,
+    matrices_of,
+    parameter_of,
+    stacked,
+)
+from steelyard.sparsity.one_shot import DAMPING, Pruned, prune_matrix, reconstruction_error
 from steelyard.sparsity.patterns import Pattern
 from steelyard.sparsity.prune_request import Method
 
 CPU = torch.device("cpu")
 TOKENS_AT_ONCE = {"cpu": 4096, "cuda": 16384}
 FEWEST_BATCHES = 32  # if there are as many windows; ranks share batches, which are the same on every layout
+EXPERTS_SHOWN = 8  # in a warning
 Restore = Callable[[int], "LayerOnDevice | None"]
 
 
@@ -99,7 +107,7 @@ def _report_row(row: dict[str, Any]) -> dict[str, Any]:
     tied, groups = row["ties"]
     sparsity = row["pruned"] / row["elements"]
     shown = {"name": row["name"], "sparsity": sparsity, "tied_groups": tied / groups, "error": error}
-    return shown | {key: row[key] for key in ("damping", "dead")}
+    return shown | {key: row[key] for key in ("damping", "dead", "tokens")}
 
 
 def layer_names(names: list[str]) -> dict[int, list[str]]:
@@ -131,7 +139,9 @@ def pruned_layers(
         if stream is not None and (is_new or not is_last):
             stage = _stage(source, task, StageSpec(range(number, number + 1), first=False, last=False))
         if is_new:
-            groups = [InputGroup(index, [name]) for index, name in enumerate(names)]
+            sizes = source.sizes()
+            matrices = [matrix for name in names for matrix in matrices_of(name, sizes[name])]
+            groups = [InputGroup(index, [matrix]) for index, matrix in enumerate(matrices)]
             if stage is not None and stream is not None:
                 groups = _run_layer(stage, stream, names, task.dense_inputs, mesh)
             layer = _pruned_layer(number, source, groups, task, mesh, begun)
@@ -150,22 +160,26 @@ def _pruned_layer(
 ) -> LayerOnDevice:
     """Prune this rank's matrices of a layer and get those of the other ranks."""
     owners = prune_ranks.owners(mesh, [group.names for group in groups], is_calibrated=groups[0].is_calibrated)
+    dense = MatrixReader(source)
     mine: dict[str, Pruned] = {}
     rows: dict[str, dict[str, Any]] = {}
     for group in groups:
-        for name in group.names:
-            if owners[name] == mesh.world.index:
-                mine[name], rows[name] = _prune(source.tensor(name), name, group.gram, task)
+        for matrix in group.names:
+            if owners[matrix] == mesh.world.index:
+                mine[matrix], rows[matrix] = _prune(dense(matrix), matrix, group.gram, task)
         group.gram = None
     rows = prune_ranks.gathered(mesh, rows)
-    matrices = prune_ranks.exchanged(mesh, owners, mine, source.tensor, task.update, task.device)
-    names = [name for name in task.names if name in owners]
+    pruned = prune_ranks.exchanged(mesh, owners, mine, dense, task.update, task.device)
+    chosen = {parameter_of(matrix)[0] for matrix in owners}
+    matrices = stacked(pruned, [name for name in task.names if name in chosen])
+    names = [matrix for name, each in matrices.items() for matrix in matrices_of(name, tuple(each.mask_OI.shape))]
+    ordered = [rows[name] for name in names]
     if mesh.world.index == 0:
         for name in names:
             _remark(name, rows[name])
-    return LayerOnDevice(
-        number, {name: matrices[name] for name in names}, time.monotonic() - begun, [rows[name] for name in names]
-    )
+        if task.method != "magnitude":
+            _warn_of_few_tokens(number, ordered)
+    return LayerOnDevice(number, matrices, time.monotonic() - begun, ordered)
 
 
 def _remark(name: str, row: dict[str, Any]) -> None:
@@ -175,62 +189,55 @@ def _remark(name: str, row: dict[str, Any]) -> None:
         console.say(f"{name}: {row['dead']} inputs are zero in every token; their weights are pruned first")
 
 
+def _warn_of_few_tokens(number: int, rows: list[dict[str, Any]]) -> None:
+    """Name the experts whose statistics come from fewer tokens than a matrix has inputs, or from none."""
+    few = {
+        row["expert"]: row["tokens"]
+        for row in rows
+        if row["expert"] is not None and row["tokens"] is not None and row["tokens"] < row["inputs"]
+    }
+    none = [str(expert) for expert, tokens in few.items() if not tokens]
+    some = [f"{expert} ({tokens})" for expert, tokens in few.items() if tokens]
+    if none:
+        console.warn(
+            f"layers.{number}.mlp.experts: no calibration token was routed to {_listed(none)}, which magnitude prunes; "
+            "use more --samples"
+        )
+    if some:
+        console.warn(
+            f"layers.{number}.mlp.experts: fewer calibration tokens than inputs were routed to {_listed(some)}; "
+            "use more --samples"
+        )
+
+
+def _listed(experts: list[str]) -> str:
+    more = f" and {len(experts) - EXPERTS_SHOWN} more" if len(experts) > EXPERTS_SHOWN else ""
+    return f"expert{'s' if len(experts) > 1 else ''} {', '.join(experts[:EXPERTS_SHOWN])}{more}"
+
+
 def _prune(weight_OI: Tensor, name: str, gram: Gram | None, task: Task) -> tuple[Pruned, dict[str, Any]]:
     weight_OI = weight_OI.to(task.device)
-    hessian = None if gram is None else gram.hessian
-    pruned = prune_matrix(weight_OI, hessian, task.pattern, task.method, task.update)
+    hessian = gram.hessian if gram is not None and gram.tokens else None
+    method: Method = "magnitude" if hessian is None else task.method
+    pruned = prune_matrix(weight_OI, hessian, task.pattern, method, task.update)
     lost, whole = (
         (0.0, 0.0) if hessian is None else reconstruction_error(weight_OI, pruned.weight_OI, hessian.matrix_II)
     )
+    tokens = None if gram is None else gram.tokens
     row = {
-        "name": name.removesuffix(".weight"),
+        "name": name.replace(".weight", ""),
+        "expert": parameter_of(name)[1],
+        "tokens": tokens,
+        "inputs": weight_OI.shape[1],
         "elements": weight_OI.numel(),
         "pruned": weight_OI.numel() - int(pruned.mask_OI.sum()),
-        "squared_error": lost,
-        "squared_output": whole,
+        "squared_error": lost * (tokens or 0),  # H is a mean over tokens, of which experts see different numbers.
+        "squared_output": whole * (tokens or 0),
         "damping": pruned.damping,
         "dead": pruned.dead,
         "ties": pruned.ties,
     }
     return replace(pruned, mask_OI=pruned.mask_OI.cpu(), weight_OI=pruned.weight_OI.cpu()), row
-
-
-class Gram:
-    """The sum of x x^T over all tokens seen: fp32 products of batches, added in fp64."""
-
-    def __init__(self, inputs: int, device: torch.device) -> None:
-        self.sum_II = torch.zeros(inputs, inputs, device=device, dtype=torch.float64)
-        self.tokens = 0
-
-    def add(self, x: Tensor) -> None:
-        """Add inputs, whose last dimension is the channels."""
-        rows = x.flatten(0, -2)
-        self.tokens += len(rows)
-        if rows.dtype == torch.float32 or rows.device.type != "cuda":
-            rows = rows.float()
-            self.sum_II += torch.mm(rows.t(), rows)
-        else:  # Products of bf16 numbers are exact in fp32, and accumulate in fp32.
-            self.sum_II += torch.mm(rows.t(), rows, out_dtype=torch.float32)
-
-    @cached_property
-    def hessian(self) -> Hessian:
-        """(2/n) sum x x^T in fp32, after all tokens; the sum is freed."""
-        matrix_II = self.sum_II.mul_(2 / self.tokens).float()
-        del self.sum_II
-        return Hessian(matrix_II)
-
-
-@dataclass
-class InputGroup:
-    """Matrices with the same input, in the order in which they are used, and the sum of that input.
-
-    The sum is None on ranks that do not have it, and without calibration.
-    """
-
-    number: int
-    names: list[str]
-    gram: Gram | None = None
-    is_calibrated: bool = False
 
 
 class HiddenStates:
@@ -272,7 +279,7 @@ def _stage(source: CheckpointSource, task: Task, part: StageSpec) -> LanguageMod
     with torch.device("meta"):
         stage = model.build(source.config, part)
     for module in stage.modules():
-        if isinstance(module, (nn.Linear, nn.Embedding)):
+        if isinstance(module, MATRIX_MODULES):
             module.to(task.dtype)
     stage.to_empty(device=task.device)
     stage.dtype = task.dtype
@@ -289,28 +296,8 @@ def _run_layer(
 
     The sums of inputs are of the windows of all ranks. A tensor rank has those of its groups only.
     """
-    groups: dict[str, InputGroup] = {}  # by the first matrix
-    last: list[tuple[Tensor, str]] = []
-
-    def watch(name: str, linear: Linear) -> Any:
-        def see(module: nn.Module, inputs: tuple[Tensor]) -> None:
-            if last and last[0][0] is inputs[0]:
-                group = groups[last[0][1]]
-                group.names += [name] if name not in group.names else []
-                return
-            last[:] = [(inputs[0], name)]
-            if name not in groups:
-                groups[name] = InputGroup(len(groups), [name], is_calibrated=True)
-                if prune_ranks.has_group(mesh, groups[name].number):
-                    groups[name].gram = Gram(linear.in_features, inputs[0].device)
-            gram = groups[name].gram
-            if gram is not None:
-                gram.add(inputs[0])
-
-        return linear.register_forward_pre_hook(see)
-
-    modules = dict(stage.named_modules())
-    handles = [watch(name, modules[name.removesuffix(".weight")]) for name in names]
+    watcher, modules = InputWatcher(mesh), dict(stage.named_modules())
+    handles = [watcher.watch(name, modules[name.removesuffix(".weight")]) for name in names]
     with torch.no_grad():
         for number, batch_BLD in enumerate(stream.batches):
             output_BLD = stage(batch_BLD.to(stream.device))
@@ -318,7 +305,4 @@ def _run_layer(
                 stream.put(number, output_BLD)
     for handle in handles:
         handle.remove()
-    for group in groups.values():
-        if group.gram is not None:
-            group.gram.tokens = prune_ranks.sum_over_data(mesh, group.gram.sum_II, group.gram.tokens)
-    return list(groups.values())
+    return watcher.finished()

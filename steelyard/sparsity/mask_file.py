@@ -10,7 +10,7 @@ The metadata of the header has
 
     format    "steelyard-mask", and `version` "1"
     pattern   such as "2:4" or "0.5"
-    shapes    JSON: the shape of each matrix, [out, in], by name
+    shapes    JSON: the shape of each weight, [out, in], or [experts, out, in], by name
     base      JSON: path and hash of the weights
     made_by   JSON: how the masks were made
     sha256    of the names, shapes, pattern and bytes; verified when a file is opened
@@ -48,7 +48,7 @@ def write(
     base: dict[str, Any],
     made_by: dict[str, Any] | None = None,
 ) -> int:
-    """Write masks (bool, [out, in]) from an iterable, packing each immediately; returns the file size in bytes."""
+    """Write masks (bool, of whole weights) from an iterable, packing each immediately; returns the file size."""
     packed: dict[str, Tensor] = {}
     shapes: dict[str, list[int]] = {}
     for name, mask in masks:
@@ -101,7 +101,7 @@ class MaskFile:
                 hint="update steelyard",
             )
         try:
-            self.shapes = {str(name): (int(rows), int(columns)) for name, (rows, columns) in _json(about["shapes"])}
+            self.shapes = {str(name): _shape(sizes) for name, sizes in _json(about["shapes"])}
             self.base = dict(_json(about["base"]))
             self.made_by = dict(_json(about["made_by"]))
             claimed = about["sha256"]
@@ -136,8 +136,8 @@ class MaskFile:
         """The matrices that have masks, by Steelyard's names."""
         return list(self.shapes)
 
-    def shape(self, name: str) -> tuple[int, int]:
-        """The shape of a matrix, [out, in]."""
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a weight, [out, in] or [experts, out, in]."""
         return self.shapes[name]
 
     def mask(self, name: str) -> Tensor:
@@ -195,7 +195,7 @@ def pack(mask: Tensor, pattern: Pattern) -> Tensor:
     return _bytes([codes >> bit & 1 for bit in range(bits)])
 
 
-def unpack(packed: Tensor, shape: tuple[int, int], pattern: Pattern) -> Tensor:
+def unpack(packed: Tensor, shape: tuple[int, ...], pattern: Pattern) -> Tensor:
     """Unpack a mask from bytes."""
     bits = CODED.get(str(pattern))
     if bits is None:
@@ -237,6 +237,13 @@ def _checksum(packed: dict[str, Tensor], shapes: dict[str, list[int]], pattern: 
     for row in packed.values():
         digest.update(row.numpy().data)
     return digest.hexdigest()
+
+
+def _shape(sizes: list[Any]) -> tuple[int, ...]:
+    shape = tuple(int(size) for size in sizes)
+    if len(shape) not in (2, 3):
+        raise ValueError(f"a weight has {len(shape)} dimensions")
+    return shape
 
 
 def _json(text: str) -> Any:

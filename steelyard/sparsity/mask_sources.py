@@ -33,8 +33,8 @@ class Masks(Protocol):
     def names(self) -> list[str]:
         """The matrices that have masks."""
 
-    def shape(self, name: str) -> tuple[int, int]:
-        """The shape of a matrix, [out, in]."""
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a weight, [out, in] or [experts, out, in]."""
 
     def mask(self, name: str) -> Tensor:
         """True where a weight is kept."""
@@ -102,8 +102,8 @@ class MagnitudeMasks:
         """The matrices that have masks."""
         return list(self._names)
 
-    def shape(self, name: str) -> tuple[int, int]:
-        """The shape of a matrix, [out, in]."""
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a weight, [out, in] or [experts, out, in]."""
         return self._sizes[name]
 
     def mask(self, name: str) -> Tensor:

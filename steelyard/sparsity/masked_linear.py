@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from steelyard.core.recipe import Recipe
 from steelyard.core.recipe.sparsity_section import SparsitySection
 from steelyard.model import LanguageModel
-from steelyard.model.experts import RouterOutput
+from steelyard.model.experts import MATRIX_MODULES, ExpertLinear, RouterOutput
 from steelyard.model.modules import Linear
 from steelyard.model.transformer import LayerInputs, TransformerLayer
 from steelyard.sparsity import gumbel
@@ -75,16 +76,17 @@ class MaskedLinear(Linear):
         return self.product(x, weight, self.bias)
 
 
-def masked_sizes(recipe: Recipe) -> dict[str, tuple[int, int]]:
+def masked_sizes(recipe: Recipe) -> dict[str, tuple[int, ...]]:
     """The weights of the whole model that the recipe selects, and their sizes."""
     assert recipe.sparsity is not None
     sizes, where = maskable(recipe.model), (recipe.where("sparsity.include"), recipe.where("sparsity.exclude"))
     return {name: sizes[name] for name in chosen(sizes, recipe.sparsity.include, recipe.sparsity.exclude, where)}
 
 
-def replace_linears(model: LanguageModel, names: Container[str], make: Callable[[Linear, str], Linear]) -> None:
-    """Replace the linear modules whose weights are in `names`."""
-    linears = [(f"{name}.weight", module) for name, module in model.named_modules() if isinstance(module, Linear)]
+def replace_linears(model: LanguageModel, names: Container[str], make: Callable[[Any, str], nn.Module]) -> None:
+    """Replace the linear modules, and those of experts, whose weights are in `names`."""
+    kinds = (Linear, ExpertLinear)
+    linears = [(f"{name}.weight", module) for name, module in model.named_modules() if isinstance(module, kinds)]
     for name, linear in linears:
         if name in names:
             path, _, own = name.removesuffix(".weight").rpartition(".")
@@ -94,7 +96,7 @@ def replace_linears(model: LanguageModel, names: Container[str], make: Callable[
 def freeze(model: LanguageModel) -> None:
     """Freeze all parameters, and store matrices in the compute dtype; norms stay fp32, since they compute in fp32."""
     for module in model.modules():
-        if isinstance(module, (nn.Linear, nn.Embedding)):
+        if isinstance(module, MATRIX_MODULES):
             module.to(model.dtype)
     model.requires_grad_(False)
     model.tie()

@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from steelyard.checkpoint import formats
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
 from steelyard.model import LanguageModel
+from steelyard.model.experts import ExpertLinear
 from steelyard.model.modules import Linear
 from steelyard.parallel.mesh import Mesh, alone
 from steelyard.parallel.param_shards import ParamShard
@@ -92,7 +93,7 @@ class FixedZeros(_OnMatrices):
     def transform(self, model: LanguageModel) -> None:
         """Block the gradient of zeros in the chosen matrices."""
 
-        def make(linear: Linear, name: str) -> Linear:
+        def make(linear: Linear | ExpertLinear, name: str) -> nn.Module:
             linear.product = _KeptProduct(linear.product)
             return linear
 
@@ -196,9 +197,11 @@ class _Largest(torch.autograd.Function):
 
 
 class _KeptProduct:
+    """A product without gradients of zeros. The third argument is a bias, or the tokens of each expert."""
+
     def __init__(self, product: Any) -> None:
         self.product = product
 
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        product: Tensor = self.product(x, weight * (weight.detach() != 0), bias)
+    def __call__(self, x: Tensor, weight: Tensor, other: Tensor | None) -> Tensor:
+        product: Tensor = self.product(x, weight * (weight.detach() != 0), other)
         return product

@@ -6,6 +6,7 @@ command continues after them. All ranks prune (`prune_ranks`); rank 0 writes.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Generator, Iterator
@@ -190,10 +191,10 @@ def _write(
         convert(BeingPruned(source, layers, task.names), request.destination, Target("hf", tokenizer=request.tokenizer))
 
 
-def _totals(report: list[dict[str, Any]], sizes: dict[str, tuple[int, int]]) -> dict[str, Any]:
+def _totals(report: list[dict[str, Any]], sizes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
     keys = ("pruned", "elements", "tied", "groups")
     pruned, elements, tied, groups = (sum(layer[key] for layer in report) for key in keys)
-    whole = sum(rows * columns for rows, columns in sizes.values())
+    whole = sum(math.prod(size) for size in sizes.values())
     return {
         "sparsity": pruned / elements,
         "sparsity_of_all_layers": pruned / whole,

@@ -31,7 +31,7 @@ def owners(mesh: Mesh, groups: list[list[str]], is_calibrated: bool) -> dict[str
     if not is_calibrated:
         return {name: number % mesh.world.size for number, [name] in enumerate(groups)}
     return {
-        name: (member % mesh.data.size) * mesh.tensor.size + number % mesh.tensor.size
+        name: (member + number // mesh.tensor.size) % mesh.data.size * mesh.tensor.size + number % mesh.tensor.size
         for number, names in enumerate(groups)
         for member, name in enumerate(names)
     }

@@ -34,6 +34,7 @@ from torch.nn import functional as F
 from steelyard.checkpoint.formats.compressed_tensors import KEPT, indices_of_row
 from steelyard.core.console import console
 from steelyard.model import LanguageModel
+from steelyard.model.experts import ExpertLinear
 from steelyard.model.modules import Linear
 from steelyard.sparsity.semi_structured import Packed, dense, packed
 
@@ -88,11 +89,13 @@ class SparseLinear(Linear):
 
 
 def put(network: LanguageModel, names: list[str], dtype: torch.dtype) -> None:
-    """Replace the linear modules of these weights by compressed ones."""
+    """Replace the linear modules of these weights by compressed ones. Experts stay dense: no kernel groups them."""
     for name in names:
         path, _, own = name.removesuffix(".weight").rpartition(".")
         module = network.get_submodule(path)
         linear = getattr(module, own)
+        if isinstance(linear, ExpertLinear):
+            continue
         assert isinstance(linear, Linear), f"{name} is not the weight of a linear module"
         setattr(module, own, SparseLinear(linear, dtype))
 

@@ -1,34 +1,30 @@
-"""Selects the matrices to mask: linear modules inside layers, filtered by the user's patterns.
+"""Selects the matrices to mask: linear modules and experts inside layers, filtered by the user's patterns.
 
-Embeddings, norms, biases and the head are never masked. A pattern matches a matrix's name without `.weight`, such as
-`layers.3.mlp.down`: the whole name (`layers.*.mlp.*`), consecutive parts of it (`mlp`, `attention.output`,
-`layers.3`), or layer numbers (`0`, `4-7`).
+Embeddings, norms, biases, routers and the head are never masked. `core/recipe/weight_names.py` describes the patterns.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
-from fnmatch import fnmatchcase
 
 import torch
 
 from steelyard import model
 from steelyard.core.errors import UserError
 from steelyard.core.recipe.model_section import ModelConfig
+from steelyard.core.recipe.weight_names import matches
+from steelyard.model.experts import ExpertLinear
 from steelyard.model.modules import Linear
 
-LAYERS = re.compile(r"(\d+)(?:-(\d+))?")
 
-
-def maskable(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """The matrices that can be masked and their sizes, [out, in], in layer order."""
+def maskable(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The weights that can be masked and their sizes, [out, in] or [experts, out, in], in layer order."""
     with torch.device("meta"):
         network = model.build(config)
     return {
-        f"layers.{name}.weight": (module.out_features, module.in_features)
+        f"layers.{name}.weight": tuple(module.weight.shape)
         for name, module in network.layers.named_modules()
-        if isinstance(module, Linear)
+        if isinstance(module, (Linear, ExpertLinear))
     }
 
 
@@ -58,15 +54,3 @@ def chosen(
     if not matched:
         raise UserError("no matrix remains to be masked", where=" and ".join(options))
     return matched
-
-
-def matches(name: str, pattern: str) -> bool:
-    """Whether a pattern matches the name of a matrix."""
-    parts = name.removesuffix(".weight").split(".")
-    numbers = LAYERS.fullmatch(pattern)
-    if numbers:
-        first = int(numbers[1])
-        return first <= int(parts[1]) <= int(numbers[2] or first)
-    pattern = pattern.removesuffix(".weight")
-    runs = (".".join(parts[first:end]) for first in range(len(parts)) for end in range(first + 1, len(parts) + 1))
-    return any(fnmatchcase(run, pattern) for run in runs)

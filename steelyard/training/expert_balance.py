@@ -31,8 +31,9 @@ class ExpertBalance:
             experts.loss_scale.fill_(loss_scale / tokens / self.mesh.tensor.size)
 
     def finish(self, skipped: Tensor) -> None:
-        """Move each bias against the load of its expert in this step."""
-        balanced = [experts for experts in self.experts.values() if experts.router.balance is not None]
+        """Move each bias against the load of its expert in this step. A frozen router keeps its bias."""
+        trained = [experts for experts in self.experts.values() if experts.router.weight.requires_grad]
+        balanced = [experts for experts in trained if experts.router.balance is not None]
         if not balanced:
             return
         load = torch.stack([experts.stats[:TOKENS] for experts in balanced])

@@ -2,7 +2,7 @@
 
 Each tensor is scaled by its current absolute maximum (dynamic scaling), so there is no state between steps. Inputs and
 weights are e4m3 (more precision), gradients e5m2 (more range). Products accumulate in fp32 and are returned in bf16,
-weight gradients in the dtype of the weights. Norms, attention, the head and the residual stream are unchanged.
+weight gradients in the dtype of the weights. Norms, attention, experts, the head and the residual stream are unchanged.
 """
 
 from __future__ import annotations

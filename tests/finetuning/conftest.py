@@ -40,7 +40,6 @@ def write_bases(folder):
     """Folders of transformers' models by family, which learn nothing but are all there."""
     import transformers
 
-    tokenizer = train_byte_bpe([json.dumps(row) for row in talks(100)], VOCAB, SPECIALS)
     configs = {
         "llama": transformers.LlamaConfig(
             hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -50,12 +49,35 @@ def write_bases(folder):
             n_embd=32, n_layer=2, n_head=4, vocab_size=VOCAB, n_positions=256, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
         ),
     }  # fmt: skip
+    return _written(folder, configs)
+
+
+def _written(folder, configs):
+    import transformers
+
+    tokenizer = train_byte_bpe([json.dumps(row) for row in talks(100)], VOCAB, SPECIALS)
     for name, config in configs.items():
         torch.manual_seed(1)
         config.bos_token_id = config.eos_token_id = None
         transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
         tokenizer.save(folder / name)
     return folder
+
+
+@pytest.fixture(scope="session")
+def expert_bases(tmp_path_factory):
+    """Folders of models with experts. One has a dense layer too."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {
+        "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "vocab_size": VOCAB, "max_position_embeddings": 256, "num_experts_per_tok": 2, "initializer_range": 0.1,
+    }  # fmt: skip
+    qwen = {"moe_intermediate_size": 24, "num_experts": 4, "head_dim": 16, "mlp_only_layers": [0]}
+    configs = {
+        "mixtral": transformers.MixtralConfig(**sizes, intermediate_size=48, num_local_experts=4),
+        "qwen3-moe": transformers.Qwen3MoeConfig(**sizes, **qwen, intermediate_size=64),
+    }
+    return _written(tmp_path_factory.mktemp("experts"), configs)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import torch
 
 from steelyard.checkpoint.formats import open_source
 from steelyard.core.run import Run
-from tests.finetuning.conftest import bases, talks, write_jsonl  # noqa: F401
+from tests.finetuning.conftest import bases, expert_bases, talks, write_jsonl  # noqa: F401
 from tests.finetuning.test_dpo import pairs
 from tests.parallel import jobs
 from tests.parallel.conftest import Layouts, difference
@@ -75,6 +75,27 @@ def test_tuning_is_alike_on_a_layout(layouts: Layouts, bases, family: str, kind:
         for key in ("reward_margin", "reward_accuracy"):
             assert ours.get(key) == pytest.approx(theirs.get(key), abs=1e-4)
     assert run.metrics()[-1]["valid_loss"] < run.metrics()[0]["valid_loss"]
+    ours, theirs = open_source(run.path), open_source(alone.path)
+    assert ours.sizes() == theirs.sizes()
+    assert all(torch.allclose(ours.tensor(name), theirs.tensor(name), atol=2e-3) for name in ours.names())
+
+
+KINDS["experts"] = [*KINDS["lora"], "finetune.adapter.targets=['attention', 'experts']"]
+EXPERT_LAYOUTS = {
+    "expert zero 0": (2, parallel(expert=2, zero=0)),
+    "expert zero 2": (2, parallel(expert=2, zero=2)),
+    "tensor": (2, parallel(tensor=2)),
+    "expert zero 3 on 4": (4, parallel(expert=2, zero=3)),
+    "expert x tensor": (4, parallel(expert=2, tensor=2, sequence_parallel="true", zero=1)),
+}
+
+
+@pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
+def test_adapters_of_experts_are_alike_on_a_layout(layouts: Layouts, expert_bases, layout: str):  # noqa: F811
+    size, overrides = EXPERT_LAYOUTS[layout]
+    alone = tune(layouts, expert_bases, 1, "mixtral", "experts", "alone")
+    run = tune(layouts, expert_bases, size, "mixtral", "experts", layout, *overrides)
+    assert difference(run.metrics(), alone.metrics()) < ROUNDING["llama"]
     ours, theirs = open_source(run.path), open_source(alone.path)
     assert ours.sizes() == theirs.sizes()
     assert all(torch.allclose(ours.tensor(name), theirs.tensor(name), atol=2e-3) for name in ours.names())

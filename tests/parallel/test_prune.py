@@ -6,17 +6,19 @@ import pytest
 import torch
 
 from steelyard.checkpoint.formats import open_source
-from tests.checkpoint.models import written
+from steelyard.checkpoint.formats.write import Target, convert
+from tests.checkpoint.models import Held, written
 from tests.parallel import jobs
 from tests.sparsity.small import LENGTH, SAMPLES, write_text
+from tests.sparsity.test_experts import CONFIG as EXPERTS
 
 LAYOUTS = {"data": (2, 1), "tensor": (2, 2), "data x tensor": (4, 2), "uneven data": (4, 1), "many tensor": (3, 3)}
 ROUNDING = 1e-3  # the share of the weights that a GPU may prune otherwise
 
 
-def pruning(layouts, folder, size, tensor, method, out, **options):
+def pruning(layouts, folder, size, tensor, method, out, source=None, **options):
     """Prune a small model on so many ranks."""
-    source = folder / "qwen2-hf"
+    source = source or folder / "qwen2-hf"
     if not source.exists():
         source = written(folder, "qwen2")
     request = {"checkpoint": str(source), "destination": folder / out, "method": method}
@@ -64,6 +66,15 @@ def test_pruning_is_alike_on_a_layout(pruned, tmp_path, layout, method):
         for ours, theirs in zip(report["layers"], alone["layers"], strict=True):
             assert [ours[key] for key in keys] == [theirs[key] for key in keys]
     assert not (tmp_path / ".together.pruning").exists()
+
+
+@pytest.mark.parametrize("layout", ["uneven data", "data x tensor"])
+def test_experts_are_pruned_alike_on_a_layout(pruned, tmp_path, layout):
+    size, tensor = LAYOUTS[layout]
+    convert(Held(EXPERTS), tmp_path / "experts", Target("hf"))
+    pruned(1, 1, "sparsegpt", "alone", tmp_path / "experts")
+    pruned(size, tensor, "sparsegpt", "together", tmp_path / "experts")
+    assert_alike(tmp_path / "together", tmp_path / "alone")
 
 
 def test_a_pruning_that_one_rank_ended_continues_on_another_layout(pruned, tmp_path):

@@ -11,7 +11,8 @@ dense weights. Tensors have Steelyard's names. A compressed matrix `layers.N.<..
                               the upper half of a byte, the first group the lower
 
 This is 9/16 of the size of the matrix in bf16. A group with more than two zeros has a zero among its values. If `in` is
-an odd multiple of four, a row of indices ends with half a byte of zeros. All other tensors are stored unchanged. The
+an odd multiple of four, a row of indices ends with half a byte of zeros. The weight of experts is [experts, out, in],
+and its values and indices have the same first dimension. All other tensors are stored unchanged. The
 metadata of each file has `format` "steelyard-2:4" and `version` "1".
 """
 
@@ -77,10 +78,11 @@ class CompressedSource(CheckpointSource):
 
     def _check(self, name: str) -> None:
         values, indices = (self.places.get(part) for part in parts_of(name))
-        if values is None or indices is None or len(values.size) != 2 or indices.dtype != torch.uint8:
+        if values is None or indices is None or len(values.size) not in (2, 3) or indices.dtype != torch.uint8:
             fits = False
         else:
-            fits = values.size[1] % KEPT == 0 and indices.size == (values.size[0], indices_of_row(2 * values.size[1]))
+            *rows, kept = values.size
+            fits = kept % KEPT == 0 and indices.size == (*rows, indices_of_row(2 * kept))
         if not fits:
             raise UserError(f"the indices of {name} do not fit its values", where=str(self.path), hint=AGAIN)
 
@@ -91,8 +93,8 @@ class CompressedSource(CheckpointSource):
     def sizes(self) -> dict[str, tuple[int, ...]]:
         sizes = {name: self.places[name].size for name in self.places if not name.endswith((VALUES, INDICES))}
         for name in self.compressed:
-            rows, kept = self.places[parts_of(name)[0]].size
-            sizes[name] = (rows, 2 * kept)
+            *rows, kept = self.places[parts_of(name)[0]].size
+            sizes[name] = (*rows, 2 * kept)
         return sizes
 
     def tensor(self, name: str) -> Tensor:
@@ -113,7 +115,7 @@ def parts_of(name: str) -> tuple[str, str]:
 
 def codes_of(indices: Tensor, groups: int) -> Tensor:
     """The two indices of each group, (out, groups), as four bits."""
-    return torch.stack([indices & 15, indices >> 4], dim=-1).flatten(1)[:, :groups]
+    return torch.stack([indices & 15, indices >> 4], dim=-1).flatten(-2)[..., :groups]
 
 
 def masks_of(indices: Tensor, groups: int) -> Tensor:
@@ -123,18 +125,22 @@ def masks_of(indices: Tensor, groups: int) -> Tensor:
 
 def expanded(values: Tensor, indices: Tensor, where: str = "") -> Tensor:
     """The dense matrix."""
-    groups = values.shape[1] // KEPT
+    groups = values.shape[-1] // KEPT
     masks = masks_of(indices, groups)
     if not bool(masks.all()):
         raise UserError("the indices are not in ascending order", where=where, hint=AGAIN)
-    whole = values.new_zeros(values.shape[0], groups, GROUP)
+    whole = values.new_zeros(*values.shape[:-1], groups, GROUP)
     whole[_members(masks)] = values.flatten()
-    return whole.flatten(1)
+    return whole.flatten(-2)
 
 
 def matrices(sizes: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """The weights of a model that can be compressed: the matrices of its layers."""
-    return [name for name, size in sizes.items() if name.startswith("layers.") and len(size) == 2]
+    """The weights of a model that can be compressed: the matrices of its layers, except routers."""
+    return [
+        name
+        for name, size in sizes.items()
+        if name.startswith("layers.") and len(size) > 1 and not name.endswith(".router.weight")
+    ]
 
 
 def indices_of_row(inputs: int) -> int:
@@ -144,23 +150,23 @@ def indices_of_row(inputs: int) -> int:
 
 def crowded(weight: Tensor) -> str | None:
     """Why a matrix is not 2:4, if it is not."""
-    if weight.shape[1] % GROUP:
-        return f"it has {weight.shape[1]} inputs, which is not a multiple of {GROUP}"
-    kept = weight.unflatten(1, (-1, GROUP)).count_nonzero(2)
+    if weight.shape[-1] % GROUP:
+        return f"it has {weight.shape[-1]} inputs, which is not a multiple of {GROUP}"
+    kept = weight.unflatten(-1, (-1, GROUP)).count_nonzero(-1)
     too_many = int((kept > KEPT).sum())
     return f"{too_many} of its {kept.numel()} groups of four have more than two nonzero weights" if too_many else None
 
 
 def compress(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The values and indices of a 2:4 matrix."""
-    groups = weight.unflatten(1, (-1, GROUP))
+    """The values and indices of a 2:4 matrix, or of all experts."""
+    groups = weight.unflatten(-1, (-1, GROUP))
     filled = (groups != 0).to(torch.uint8)
     bits = filled[..., 0] | filled[..., 1] << 1 | filled[..., 2] << 2 | filled[..., 3] << 3
     codes = CODE_OF_FILLED.to(weight.device)[bits.int()]
-    values = groups[_members(MASK_OF_CODE.to(weight.device)[codes.int()])].view(len(weight), -1)
-    if codes.shape[1] % 2:
-        codes = torch.cat([codes, codes.new_zeros(len(codes), 1)], dim=1)
-    return values, codes[:, ::2] | codes[:, 1::2] << 4
+    values = groups[_members(MASK_OF_CODE.to(weight.device)[codes.int()])].view(*weight.shape[:-1], -1)
+    if codes.shape[-1] % 2:
+        codes = torch.cat([codes, codes.new_zeros(*codes.shape[:-1], 1)], dim=-1)
+    return values, codes[..., ::2] | codes[..., 1::2] << 4
 
 
 def _members(masks: Tensor) -> Tensor:

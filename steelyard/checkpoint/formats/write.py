@@ -258,7 +258,8 @@ def _write_compressed(supply: Supply, folder: Path, shard_bytes: int) -> None:
     for name, size in supply.sizes.items():
         if name in compressed:
             values, indices = compressed_tensors.parts_of(name)
-            sizes |= {values: (size[0], size[1] // 2), indices: (size[0], compressed_tensors.indices_of_row(size[1]))}
+            *rows, inputs = size
+            sizes |= {values: (*rows, inputs // 2), indices: (*rows, compressed_tensors.indices_of_row(inputs))}
             dtypes |= {values: supply.dtype, indices: torch.uint8}
         else:
             sizes[name], dtypes[name] = size, supply.dtype

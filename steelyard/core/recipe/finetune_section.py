@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, field_validator
+from pydantic_core import PydanticCustomError
 
 from steelyard.core.recipe.section import Degree, Section
+from steelyard.core.recipe.weight_names import runs_of
 
-Linear = Literal["query", "key", "value", "output", "gate", "up", "down"]
+LINEARS = ("query", "key", "value", "output", "gate", "up", "down")
+EXPERTS = "experts"
+TARGET_PARTS = (*LINEARS, "attention", "mlp", EXPERTS, "shared")
 
 
 class AdapterSection(Section):
@@ -17,9 +21,33 @@ class AdapterSection(Section):
     kind: Literal["lora", "dora"] = "lora"
     rank: Degree = 16
     alpha: PositiveFloat = 32.0
-    targets: list[Linear] = Field(
-        list(get_args(Linear)), min_length=1, description="the matrices of a layer that get an adapter"
-    )
+    targets: list[str] = Field(
+        list(LINEARS), min_length=1,
+        description='the matrices of a layer that get an adapter: "up", "attention", "experts", "mlp.experts.up"',
+    )  # fmt: skip
+
+    @field_validator("targets")
+    @classmethod
+    def _known_parts(cls, value: list[str]) -> list[str]:
+        for target in value:
+            if not set(target.split(".")) <= set(TARGET_PARTS):
+                raise PydanticCustomError("target", f"{target} is no matrix: combine {', '.join(TARGET_PARTS)}")
+        return value
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether a target names experts."""
+        return any(EXPERTS in target.split(".") for target in self.targets)
+
+    def selects(self, name: str) -> bool:
+        """Whether a matrix of a layer, such as `mlp.experts.up`, gets an adapter.
+
+        A target is any run of consecutive parts of the name. Experts are selected only by a target that names them,
+        because an adapter for each of them has many parameters.
+        """
+        is_expert = EXPERTS in name.split(".")
+        targets = [target for target in self.targets if not is_expert or EXPERTS in target.split(".")]
+        return any(run in targets for run in runs_of(name))
 
 
 class BasePrecision(NamedTuple):

@@ -63,8 +63,10 @@ class Recipe(Section):
         validators.experts(self.model, self.parallel)
         validators.sequence(self.model, self.data.sequence_length)
         if self.sparsity is not None:
+            validators.experts_sparsity(self.model, self.sparsity)
             validators.sparsity(self.model, self.sparsity, self.parallel, self.train)
         if self.finetune is not None:
+            validators.experts_finetune(self.model, self.finetune)
             validators.base_precision(self.model, self.finetune, self.parallel, self.train)
         refuse_secrets(self)
         return self

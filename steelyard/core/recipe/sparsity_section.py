@@ -9,6 +9,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, field_validator, mo
 from pydantic_core import PydanticCustomError
 
 from steelyard.core.recipe.section import Section, contradiction
+from steelyard.core.recipe.weight_names import matches
 
 Range = Annotated[list[PositiveFloat], Field(min_length=2, max_length=2)]
 RangeFromZero = Annotated[list[NonNegativeFloat], Field(min_length=2, max_length=2)]
@@ -59,6 +60,11 @@ class SparsitySection(Section):
         if found is None or int(found[1]) >= int(found[2]):
             raise PydanticCustomError("pattern", 'must be kept:group, like "2:4"')
         return value
+
+    def selects(self, name: str) -> bool:
+        """Whether `include` and `exclude` select a weight."""
+        is_included = not self.include or any(matches(name, pattern) for pattern in self.include)
+        return is_included and not any(matches(name, pattern) for pattern in self.exclude)
 
     @property
     def kept_and_group(self) -> tuple[int, int]:

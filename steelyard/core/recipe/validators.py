@@ -181,6 +181,42 @@ def sequence(model: ModelConfig, sequence_length: int) -> None:
         )
 
 
+def experts_finetune(model: ModelConfig, finetune: FinetuneSection) -> None:
+    """Experts support LoRA, on a base that is not quantized."""
+    has_experts = model.blocks.has_experts
+    if has_experts and finetune.base_precision is not None:
+        raise contradiction(
+            "finetune.base_precision",
+            "is not available for models with experts",
+            "remove it: experts take LoRA in bf16",
+        )
+    if finetune.adapter is None or not finetune.adapter.has_experts:
+        return
+    if not has_experts:
+        raise contradiction(
+            "finetune.adapter.targets", f"{model.family} has no experts", 'remove the targets with "experts"'
+        )
+    if finetune.adapter.kind == "dora":
+        raise contradiction(
+            "finetune.adapter.kind", "DoRA is not available for experts",
+            'use "lora", or remove "experts" from finetune.adapter.targets',
+        )  # fmt: skip
+
+
+def experts_sparsity(model: ModelConfig, sparsity: SparsitySection) -> None:
+    """Masks of experts are fixed: they come from `steelyard prune`."""
+    if not model.blocks.has_experts or sparsity.method == "fixed":
+        return
+    names = [f"layers.{n}.{name}" for n, name, param in model.blocks.layer_params() if param.is_expert]
+    if any(sparsity.selects(name) for name in names):
+        raise contradiction(
+            "sparsity.method", f'"{sparsity.method}" does not support experts',
+            'set sparsity.exclude = ["experts"], or prune experts with steelyard prune',
+        )  # fmt: skip
+    if sparsity.distill:
+        raise contradiction("sparsity.distill", "is not available for models with experts", "set sparsity.distill to 0")
+
+
 def base_precision(
     model: ModelConfig, finetune: FinetuneSection, parallel: ParallelSection, train: TrainSection
 ) -> None:
@@ -209,7 +245,9 @@ def sparsity(model: ModelConfig, sparsity: SparsitySection, parallel: ParallelSe
     inner = model.blocks.layers[0].attention.query_width
     # Tensor parallelism shards attention's output and the MLP's second projection along their inputs.
     widths = [("model.hidden", model.hidden, 1), ("the heads' width", inner, parallel.tensor)]
-    for name, width, ranks in [*widths, ("model.ffn", model.ffn, parallel.tensor)]:
+    for mlp_width in sorted(mlp_widths(model)):
+        widths.append(("model.ffn" if mlp_width == model.ffn else "the width of an expert", mlp_width, parallel.tensor))
+    for name, width, ranks in widths:
         if width % (group * ranks):
             among = f" on each of {ranks} ranks" if ranks > 1 else ""
             raise contradiction(
