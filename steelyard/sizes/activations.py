@@ -285,7 +285,10 @@ def per_token(recipe: Recipe) -> PerToken:
         tuple(known[id(block.mlp)] for block in blocks),
         largest,
         len(set(known.values())) == 1,
-        max(0 if of.experts is None else 2 * of.experts.slots for of in map(partial(widths, recipe, True), first.values())),
+        max(
+            0 if of.experts is None else 2 * of.experts.slots
+            for of in map(partial(widths, recipe, True), first.values())
+        ),
         head(recipe),
         rotation(recipe),
     )

@@ -150,7 +150,7 @@ class _Rank:
 
         Sharded weights are gathered for a whole step or, with ZeRO 3 and no pipeline, for one layer at a time; the
         embedding and head are gathered together and stay. A rank without data-parallel peers casts its weights in each
-        forward pass, and autograd saves these copies for the backward pass. So does a rank that alone holds its experts.
+        forward pass, and autograd saves these copies for the backward pass; experts that no other rank holds, too.
         """
         if self.columns > 1:
             cast = self._cast_experts() if self.experts_are_whole else 0

@@ -1,8 +1,8 @@
 """The default number of layers per pipeline stage, and the parameters of each stage.
 
-All layers of a model count with their mean cost, so a partition is a number of layers per stage, and assigning one layer at a time
-to the stage with the least work is exact. The work of ranks is balanced first, because the slowest rank determines the
-step time, then the work of the stages of each rank, because they alternate with those of other ranks.
+All layers of a model count with their mean cost, so a partition is a number of layers per stage, and assigning one
+layer at a time to the stage with the least work is exact. The work of ranks is balanced first, because the slowest rank
+determines the step time, then the work of the stages of each rank, because they alternate with those of other ranks.
 """
 
 from __future__ import annotations
@@ -14,8 +14,14 @@ from heapq import heapify, heapreplace
 from steelyard.core.recipe import Recipe
 from steelyard.core.recipe.parallel_section import Partition
 from steelyard.sizes.param_count import (
-    LayerSize, Parameters, end_parameters, head_flops, layer_flops, layer_sizes, sum_layers,
-)  # fmt: skip
+    LayerSize,
+    Parameters,
+    end_parameters,
+    head_flops,
+    layer_flops,
+    layer_sizes,
+    sum_layers,
+)
 
 
 def partition_of(recipe: Recipe) -> Partition:

@@ -207,8 +207,8 @@ def _heading(plan: DryRun) -> str:
     experts = f", {described(plan.recipe.model)} parameters" if plan.recipe.model.blocks.has_experts else ""
     axes = " x ".join(f"{axis} {size}" for axis, size in mesh.items() if size > 1) or "no parallelism"
     return (
-        f"{plan.recipe.name}{experts} on {plan.world} rank{'s' if plan.world > 1 else ''}: {axes}, zero {parallel.zero}, "
-        f"{train.precision}, {micro_batches(plan.recipe, plan.world)} micro-batches of "
+        f"{plan.recipe.name}{experts} on {plan.world} rank{'s' if plan.world > 1 else ''}: {axes}, "
+        f"zero {parallel.zero}, {train.precision}, {micro_batches(plan.recipe, plan.world)} micro-batches of "
         f"{train.micro_batch} x {plan.recipe.data.sequence_length} tokens, recompute {parallel.recompute}"
         + _adapter(plan.recipe)
     )

@@ -337,7 +337,8 @@ class Trainer:
         config, length = self.recipe.model, self.recipe.data.sequence_length
         ranks = f"{self.world.size} ranks, " if self.world.size > 1 else ""
         return (
-            f"{config.family} with {described(config)} parameters, {flops_per_token(config, length) / 1e9:.3g} GFLOP per token, "
+            f"{config.family} with {described(config)} parameters, "
+            f"{flops_per_token(config, length) / 1e9:.3g} GFLOP per token, "
             f"{self.recipe.train.steps} steps on {ranks}{self.device.type}"
         )
 

@@ -42,7 +42,7 @@ MOE = {
 }  # fmt: skip
 EXPERTS = {
     "experts": {},
-    "many experts": {"family": "qwen3-moe", "head_dim": 32, "experts": 64, "experts_per_token": 6, "expert_ffn": 96},
+    "many experts": {"experts": 64, "experts_per_token": 6, "expert_ffn": 96},
     "shared expert": {"shared_ffn": 320, "router_score": "sigmoid", "router_bias_rate": 0.001},
     "dense layers": {"dense_layers": [0, 2]},
 }
