@@ -171,5 +171,5 @@ def test_experts_of_one_rank_alone_are_not_reduced():
 
 
 def test_expert_ranks_must_divide_the_ranks_that_share_the_data():
-    with pytest.raises(UserError, match="parallel.expert = 4 does not divide the 2 ranks"):
+    with pytest.raises(UserError, match="expert = 4 does not divide the 2 ranks"):
         moe_memory(2, expert=4)

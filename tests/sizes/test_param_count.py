@@ -60,10 +60,10 @@ def with_experts(family, **more):
     return Recipe.model_validate({"name": "moe", "model": {"family": family, **more}}).model
 
 
-def qwen3_30b(**more):
+def qwen3_30b():
     return with_experts(
-        "qwen3-moe", **{"layers": 48, "hidden": 2048, "heads": 32, "kv_heads": 4, "head_dim": 128, "ffn": 6144,
-                        "experts": 128, "experts_per_token": 8, "expert_ffn": 768, "vocab": 151936, "tied": False} | more
+        "qwen3-moe", layers=48, hidden=2048, heads=32, kv_heads=4, head_dim=128, ffn=6144, experts=128,
+        experts_per_token=8, expert_ffn=768, vocab=151936, tied=False,
     )  # fmt: skip
 
 
