@@ -113,10 +113,8 @@ class Work:
     """Slots of the busiest expert rank relative to an even load; a slot is a token with one of its experts."""
 
     @classmethod
-    def of(
-        cls, recipe: Recipe, gpu: Gpu, software: Software, micro_batch: int, cut: tuple[int, int, bool, int, float]
-    ) -> Work:
-        """The work of a rank of a recipe; `cut` is (tensor, context, sequence_parallel, expert, imbalance)."""
+    def of(cls, recipe: Recipe, gpu: Gpu, software: Software, micro_batch: int, cut: tuple[int, int, bool]) -> Work:
+        """The work of a rank of a recipe; `cut` is (tensor, context, sequence_parallel)."""
         each = working_bytes(recipe)
         return cls(gpu, software, recipe.train.precision, each, micro_batch, *cut)
 

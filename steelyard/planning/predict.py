@@ -215,8 +215,9 @@ class Predictor:
         return self._costs_on[key]
 
     def _new_cost(self, layout: Layout, gpu: Gpu, tensor: Ring, context: Ring, expert: AllToAll) -> StageCost:
-        cut = (layout.tensor, layout.context, layout.sequence_parallel, layout.expert, self.imbalance)
+        cut = (layout.tensor, layout.context, layout.sequence_parallel)
         work = Work.of(self.recipe, gpu, self.software, layout.micro_batch, cut)
+        work = replace(work, expert=layout.expert, imbalance=self.imbalance)
         tokens = layout.micro_batch * self.dims.sequence // layout.context
         stream = self.each * tokens * self.dims.hidden
         # Sequence parallelism replaces an all-reduce by a reduce-scatter and an all-gather: same bytes, two launches.
