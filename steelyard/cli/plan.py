@@ -79,6 +79,15 @@ def plan(
         list[Path] | None,
         typer.Option("--profile", metavar="FILE", help="Measured layers from `steelyard plan profile`."),
     ] = None,
+    imbalance: Annotated[
+        float,
+        typer.Option(
+            "--expert-imbalance",
+            min=1.0,
+            metavar="X",
+            help="Expert time of the busiest expert-parallel rank relative to an even load.",
+        ),
+    ] = 1.0,
     check: Annotated[
         Path | None, typer.Option(metavar="RUN", help="Compare a finished run with its prediction.")
     ] = None,
@@ -130,11 +139,11 @@ def plan(
     program = KNOWN[software.value]
     measured = [_profile(path, recipe, machines) for path in profiles or ()]
     if given:
-        found = predicted(recipe, machines, program, measured)
+        found = predicted(recipe, machines, program, measured, imbalance)
         for _, why in found.excluded:
             console.warn(f"this layout does not fit: {why}")
     else:
-        found = search(recipe, machines, wanted.value, top, None, program, measured)
+        found = search(recipe, machines, wanted.value, top, None, program, measured, imbalance)
     text = plan_report.as_text(recipe, machines, found, budget, excluded, program)
     if not found.plans:
         why = f"; for example: {found.excluded[0][1]}" if found.excluded else ""
@@ -149,7 +158,8 @@ def plan(
         console.say(f"wrote {write}: steelyard train {write} --nproc {ranks}, or steelyard submit {write}")
         result["written"] = str(write)
     if explain is not None:
-        files.write_text(explain, plan_report.pipeline(recipe, machines, found.plans[0], program, measured))
+        page = plan_report.pipeline(recipe, machines, found.plans[0], program, measured, imbalance)
+        files.write_text(explain, page)
         result["explained"] = str(explain)
     if pareto is not None:
         files.write_text(pareto, plan_report.frontier(recipe, found.plans, budget))

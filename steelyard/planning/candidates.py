@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from math import gcd
 from operator import gt
 from typing import TYPE_CHECKING
 
@@ -81,6 +82,7 @@ class MeshCandidate:
     data: int
     schedule: str
     virtual: int
+    expert: int = 1
 
     def layout(self, variant: Variant) -> Layout:
         """A layout of this mesh, without layers per stage."""
@@ -97,6 +99,7 @@ class MeshCandidate:
             recompute=variant.recompute,
             partition=(),
             placement=self.placement,
+            expert=self.expert,
         )
 
 
@@ -121,11 +124,13 @@ class Candidates:
         limits: SearchLimits,
         software: Software,
         profiles: Sequence[Profile],
-        found: SearchResult,
+        imbalance: float,
     ) -> None:
+        found = SearchResult([])
         self.recipe, self.cluster, self.limits, self.found = recipe, cluster, limits, found
         self.predictors = {
-            splits: Predictor(recipe, cluster, as_run(software, recipe, splits), profiles) for splits in (False, True)
+            splits: Predictor(recipe, cluster, as_run(software, recipe, splits), profiles, imbalance)
+            for splits in (False, True)
         }
         self.layers: dict[tuple[str, int, int, int, bool], float] = {}
         self.bounds: dict[MeshCandidate, float] = {}
@@ -178,12 +183,20 @@ class Candidates:
         return min(self._layer(type_, tensor, context, micro_batch, each) for each in sequences)
 
     def _layer(self, type_: str, tensor: int, context: int, micro_batch: int, sequence: bool) -> float:
+        """The least over all expert degrees: with more of them a rank has fewer experts, and larger products."""
         key = (type_, tensor, context, micro_batch, sequence)
         if key not in self.layers:
-            nodes = -(-tensor * context // self.cluster.nodes_of(type_).gpus)
-            mesh = MeshCandidate(Use((), 0), tensor, context, micro_batch, ((type_, nodes),), 1, 1, "1f1b", 1)
-            self.layers[key] = self.step(mesh.layout(Variant("none", 0, sequence))).table.stages[0].layer.least
+            degrees = layout_space.all_experts(self.recipe, self.cluster.ranks)
+            self.layers[key] = min(self._layer_with(degree, *key) for degree in degrees)
         return self.layers[key]
+
+    def _layer_with(
+        self, expert: int, type_: str, tensor: int, context: int, micro_batch: int, sequence: bool
+    ) -> float:
+        data = expert // gcd(expert, context)
+        nodes = -(-tensor * context * data // self.cluster.nodes_of(type_).gpus)
+        mesh = MeshCandidate(Use((), 0), tensor, context, micro_batch, ((type_, nodes),), 1, data, "1f1b", 1, expert)
+        return self.step(mesh.layout(Variant("none", 0, sequence))).table.stages[0].layer.least_on_links
 
     def zeros(self, mesh: MeshCandidate) -> list[int]:
         """The ZeRO stages that differ on this mesh."""

@@ -89,6 +89,39 @@ def group(cluster: Cluster, seats: Sequence[Seat], stride: int, size: int) -> Ri
     return ring(cluster, _spanned(seats, span), size, rings)
 
 
+@dataclass(frozen=True)
+class AllToAll:
+    """A group of ranks that send different bytes to each other: seconds per byte that a rank sends, and latency."""
+
+    ranks: int
+    per_byte: float
+    latency: float
+
+    def seconds(self, bytes_: float) -> float:
+        """Seconds of an all-to-all of which each rank holds `bytes_` bytes before and after."""
+        return 0.0 if self.ranks == 1 else BASE_LATENCY + self.latency + bytes_ * self.per_byte
+
+
+def all_to_all(cluster: Cluster, seats: Sequence[Seat], stride: int, size: int) -> AllToAll:
+    """The slowest all-to-all of `size` ranks with a stride of `stride` ranks, among the ranks of a stage.
+
+    A rank keeps 1 / size of its bytes. What goes to ranks of its own node takes the link, the rest takes the network,
+    which all ranks of the node share. Both run at the same time.
+    """
+    if size == 1:
+        return AllToAll(1, 0.0, 0.0)
+    inside = [cluster.inside(seat.nodes) for seat in seats]
+    link = min(wire.bandwidth for wire in inside) * LINK_SHARE
+    latency = max(wire.latency for wire in inside)
+    if all(seat.ranks >= stride * size for seat in seats):
+        return AllToAll(size, (size - 1) / size / link, latency)
+    across = _across(cluster, seats)
+    fewest, most = min(seat.ranks for seat in seats), max(seat.ranks for seat in seats)
+    near = max(1, min(size, fewest // stride))
+    on_network = (size - near) / size * most / reached(across)
+    return AllToAll(size, max(on_network, (near - 1) / size / link), across.latency)
+
+
 def _spanned(seats: Sequence[Seat], span: int) -> Sequence[Seat]:
     """Seats that one ring uses: all seats of a stage for data parallelism, a window of them for smaller groups."""
     total = sum(seat.ranks for seat in seats)

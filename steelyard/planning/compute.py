@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from steelyard.core.recipe import Recipe
+from steelyard.core.recipe.blocks import ExpertsBlock
 from steelyard.planning.cluster import Nodes
 from steelyard.planning.software import Software
 from steelyard.sizes.activations import FP32, working_bytes
@@ -25,7 +26,33 @@ MEMORY_SHARE = 0.92  # share of the data sheet's bandwidth that kernels reach
 FLASH_SHARE = 0.55  # share of the sustained rate that flash attention reaches: softmax runs between its products
 BATCHED_SHARE = 0.65  # the same for the batched products of attention that writes its scores to memory
 FP8_SHARE = 0.75  # share of the sustained rate that fp8 products reach
+# Counted in model/experts.py and parallel/expert_parallel.py: reads and writes of a row of each slot in a forward pass,
+# to gather tokens, to bring outputs into the order of tokens, to weight and sum them; and to sort received slots.
+SLOT_PASSES, EXCHANGE_PASSES = 8, 4
+EXPERT_KERNELS = 30  # of routing, sorting and statistics in a forward pass, counted there too
 OVERLAP = 4.5  # Host and GPU overlap with some waiting: their time is the p-norm of both with this p.
+
+
+@dataclass(frozen=True)
+class ExpertDims:
+    """The dimensions of layers with experts, and the share of such layers among all layers."""
+
+    experts: int
+    top_k: int
+    ffn: int
+    shared_ffn: int
+    layers_share: float
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> ExpertDims | None:
+        """The dimensions of a recipe's layers with experts; None if it has none."""
+        layers = recipe.model.blocks.layers
+        found = [layer.mlp for layer in layers if isinstance(layer.mlp, ExpertsBlock)]
+        if not found:
+            return None
+        block = found[0]
+        routing = block.routing
+        return cls(routing.experts, routing.top_k, block.ffn, block.shared_ffn or 0, len(found) / len(layers))
 
 
 @dataclass(frozen=True)
@@ -44,6 +71,8 @@ class LayerDims:
     layers: int
     sequence: int
     dropout: bool
+    experts: ExpertDims | None = None
+    """Of the layers with experts; `ffn` is that of layers with an MLP."""
 
     @classmethod
     def of(cls, recipe: Recipe) -> LayerDims:
@@ -63,6 +92,7 @@ class LayerDims:
             layers=model.layers,
             sequence=recipe.data.sequence_length,
             dropout=model.attention_dropout > 0,
+            experts=ExpertDims.of(recipe),
         )
 
 
@@ -78,6 +108,9 @@ class Work:
     tensor: int
     context: int
     sequence_parallel: bool
+    expert: int = 1
+    imbalance: float = 1.0
+    """Slots of the busiest expert rank relative to an even load; a slot is a token with one of its experts."""
 
     @classmethod
     def of(cls, recipe: Recipe, gpu: Gpu, software: Software, micro_batch: int, cut: tuple[int, int, bool]) -> Work:
@@ -133,31 +166,49 @@ def product(work: Work, rows: int, columns: int, inner: int, batch: int = 1, sha
     return max(best, moved / work.bandwidth)
 
 
-def linear(work: Work, tokens: int, inputs: int, outputs: int) -> tuple[float, float]:
-    """Forward and backward seconds of a linear map: one product forward, one each for input and weight gradients."""
-    forward = product(work, tokens, outputs, inputs)
-    return forward, product(work, tokens, inputs, outputs) + product(work, outputs, inputs, tokens)
+def linear(work: Work, tokens: int, inputs: int, outputs: int, batch: int = 1) -> tuple[float, float]:
+    """Forward and backward seconds of `batch` linear maps: one product forward, one each for both gradients."""
+    forward = product(work, tokens, outputs, inputs, batch)
+    return forward, product(work, tokens, inputs, outputs, batch) + product(work, outputs, inputs, tokens, batch)
 
 
 @lru_cache(maxsize=65536)
 def layer(work: Work, dims: LayerDims) -> Pass:
-    """The passes of one transformer layer."""
-    software, t = work.software, work.tensor
+    """The passes of one transformer layer; the mean over all layers if some have experts and others an MLP."""
+    if dims.experts is None or dims.experts.layers_share == 1.0:
+        return _layer(work, dims)
+    share = dims.experts.layers_share
+    pairs = zip(
+        vars(_layer(work, dims)).values(), vars(_layer(work, replace(dims, experts=None))).values(), strict=True
+    )
+    return Pass(*(share * experts + (1 - share) * dense for experts, dense in pairs))
+
+
+def _layer(work: Work, dims: LayerDims) -> Pass:
+    """The passes of a layer with experts, or of a layer with an MLP."""
+    software, t, experts = work.software, work.tensor, dims.experts
     tokens = work.micro_batch * dims.sequence // work.context
+    ffn = dims.ffn if experts is None else experts.shared_ffn
     maps = [
         (dims.hidden, (dims.query + 2 * dims.key) // t),
         (dims.query // t, dims.hidden),
-        (dims.hidden, (2 if dims.gated else 1) * dims.ffn // t),
-        (dims.ffn // t, dims.hidden),
+        (dims.hidden, (2 if dims.gated else 1) * ffn // t),
+        (ffn // t, dims.hidden),
     ]
-    times = [linear(work, tokens, *one) for one in maps]
+    times = [linear(work, tokens, *one) for one in maps if min(one)]
+    if experts is not None:
+        times += _experts(work, dims, experts, tokens)
+        ffn += experts.top_k * experts.ffn
     products, gradients = sum(one[0] for one in times), sum(one[1] for one in times)
     attention, attention_back = _attention(work.wide, dims, tokens)
     along = t if work.sequence_parallel else 1
-    inner = (2 * (dims.query + dims.key) + (1.5 if dims.gated else 1) * dims.ffn) / t
+    inner = (2 * (dims.query + dims.key) + (1.5 if dims.gated else 1) * ffn) / t
     moved = software.stream_passes * dims.hidden / along + software.inner_passes * inner
+    if experts is not None:
+        moved += (SLOT_PASSES + (EXCHANGE_PASSES if work.expert > 1 else 0)) * experts.top_k * dims.hidden
     pointwise = work.each * tokens * moved / work.bandwidth
     kernels = software.kernels + (0 if _softmax_is_one(work, dims) else _split(work))
+    kernels += 0 if experts is None else EXPERT_KERNELS
     host = kernels * software.launch
     forward = products + attention + pointwise
     summed = software.bf16_sum_bytes * sum(inputs * outputs for inputs, outputs in maps) / work.bandwidth
@@ -169,6 +220,19 @@ def layer(work: Work, dims: LayerDims) -> Pass:
         recompute=forward - (times[-1][0] if software.stops_early else 0.0),
         selective=attention if software.scores else pointwise,
     )
+
+
+def _experts(work: Work, dims: LayerDims, experts: ExpertDims, tokens: int) -> list[tuple[float, float]]:
+    """Forward and backward seconds of the router and of the experts of a rank, their last projection at the end.
+
+    A rank computes as many slots as it has, whatever the expert degree, with fewer experts. The busiest rank computes
+    more of them, and its products are those of all its experts at an even load among them.
+    """
+    here, imbalance = experts.experts // work.expert, work.imbalance if work.expert > 1 else 1.0
+    rows = max(1, round(tokens * experts.top_k * imbalance / here))
+    inner = experts.ffn // work.tensor
+    router = linear(replace(work, precision="fp32", each=FP32), tokens, dims.hidden, experts.experts)
+    return [router, linear(work, rows, dims.hidden, 2 * inner, here), linear(work, rows, inner, dims.hidden, here)]
 
 
 def _attention(work: Work, dims: LayerDims, tokens: int) -> tuple[float, float]:

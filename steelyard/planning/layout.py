@@ -29,6 +29,7 @@ class Layout:
     partition: tuple[int, ...]
     placement: Placement
     """Nodes in rank order: type, and number of nodes."""
+    expert: int = 1
 
     @property
     def world(self) -> int:
@@ -54,6 +55,7 @@ class Layout:
         return {
             "tensor": self.tensor,
             "context": self.context,
+            "expert": self.expert,
             "pipeline": self.pipeline,
             "virtual": self.virtual,
             "data": self.data,
@@ -130,6 +132,7 @@ def of_recipe(recipe: Recipe, cluster: Cluster, short: bool = False) -> Layout:
         recompute=parallel.recompute,
         partition=partition_of(recipe).counts,
         placement=placement,
+        expert=parallel.expert,
     )
 
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from pydantic_core import PydanticCustomError
 
 from steelyard.core.recipe import Recipe, validators
+from steelyard.core.recipe.blocks import ExpertsBlock
 from steelyard.core.recipe.parallel_section import ParallelSection
 from steelyard.planning.cluster import Cluster, Placement
 from steelyard.planning.software import MEGATRON, Software
@@ -157,7 +158,8 @@ def _blocks(line: tuple[str, ...]) -> Placement:
 def tensors(recipe: Recipe, cluster: Cluster, use: Use, limits: SearchLimits) -> list[int]:
     """Tensor degrees that divide the dimensions of the model and the GPUs of every node."""
     model = recipe.model
-    shared = [model.heads, model.ffn, model.padded_vocab, *(cluster.nodes_of(type_).gpus for type_, _ in use.counts)]
+    shared = [model.heads, *validators.mlp_widths(model), model.padded_vocab]
+    shared += [cluster.nodes_of(type_).gpus for type_, _ in use.counts]
     shared.append(model.blocks.layers[0].attention.kv_heads)
     return [n for n in divisors(min(shared)) if n <= limits.tensor and all(size % n == 0 for size in shared)]
 
@@ -173,6 +175,7 @@ def agrees(recipe: Recipe, tensor: int, context: int, pipeline: int) -> bool:
     parallel = ParallelSection(tensor=tensor, context=context, pipeline=pipeline)
     try:
         validators.tensor(recipe.model, parallel, recipe.data.sequence_length)
+        validators.experts(recipe.model, parallel)
         if recipe.sparsity is not None:
             validators.sparsity(recipe.model, recipe.sparsity, parallel, recipe.train)
     except PydanticCustomError:
@@ -213,6 +216,22 @@ def zeros(pipeline: int, columns: int, limits: SearchLimits) -> list[int]:
     if columns == 1:
         return [0]
     return [zero for zero in limits.zeros if pipeline == 1 or zero < 2]
+
+
+def experts(recipe: Recipe, columns: int) -> tuple[int, ...]:
+    """Expert degrees that divide the experts of a layer and the `columns` data and context ranks; 1 without experts."""
+    return divisors(gcd(*_expert_counts(recipe), columns)) if recipe.model.blocks.has_experts else (1,)
+
+
+def all_experts(recipe: Recipe, ranks: int) -> list[int]:
+    """Expert degrees on any mesh of up to `ranks` ranks."""
+    if not recipe.model.blocks.has_experts:
+        return [1]
+    return [degree for degree in divisors(gcd(*_expert_counts(recipe))) if degree <= ranks]
+
+
+def _expert_counts(recipe: Recipe) -> set[int]:
+    return {layer.mlp.routing.experts for layer in recipe.model.blocks.layers if isinstance(layer.mlp, ExpertsBlock)}
 
 
 def sequences(recipe: Recipe, tensor: int, context: int, limits: SearchLimits) -> list[bool]:

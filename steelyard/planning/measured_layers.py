@@ -63,7 +63,9 @@ class Profile(Section):
     def scaled(self, layer: Pass, work: Work, dims: LayerDims) -> Pass:
         """The computed passes of a layer, scaled by measured / computed time of the nearest measurement."""
         found = self.nearest(work.tensor, work.micro_batch)
-        same = replace(work, tensor=found.tensor, micro_batch=found.micro_batch, context=1, sequence_parallel=False)
+        same = replace(
+            work, tensor=found.tensor, micro_batch=found.micro_batch, context=1, sequence_parallel=False, expert=1
+        )
         known = compute.layer(same, dims)
         ahead = found.forward / compute.together(known.host_forward, known.forward)
         back = found.backward / compute.together(known.host_backward, known.backward)

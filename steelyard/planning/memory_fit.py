@@ -96,8 +96,11 @@ def deciding_ranks(predictor: Predictor, layout: Layout) -> list[int]:
     """The pipeline ranks that decide whether a layout fits: of ranks with the same GPUs and layers the fullest ones.
 
     The first and last rank of the pipeline are always included, because they hold the embedding and the head. Among the
-    others, the first keeps the most micro-batches, and the last keeps the most that wait for their weight gradients.
+    others, the first keeps the most micro-batches, and the last keeps the most that wait for their weight gradients. If
+    layers differ, all ranks decide.
     """
+    if len({layer.mlp for layer in predictor.recipe.model.blocks.layers}) > 1:
+        return list(range(layout.pipeline))
     alike: dict[tuple[object, ...], list[int]] = {}
     ends = (0, layout.pipeline - 1)
     for rank, seats in enumerate(predictor.seats(layout)):
@@ -226,7 +229,7 @@ def _moments(recipe: Recipe, layout: Layout, micro_batches: int, rank: int) -> l
     stages = range(rank, layout.pipeline * layout.virtual, layout.pipeline)
     parts = [stage_parameters(recipe, stage, layout.tensor) for stage in stages]
     held, layer = sum(part.total for part in parts), max(part.layer for part in parts)
-    root = held - sum(part.layer * part.layers for part in parts)
+    root = sum(part.ends for part in parts)
     share = -(-held // (layout.data * layout.context))
     tokens = layout.micro_batch * recipe.data.sequence_length // layout.context
     piped = layout.pipeline > 1

@@ -20,6 +20,7 @@ from steelyard.planning.cluster import Cluster
 from steelyard.planning.layout import Layout
 from steelyard.planning.predict import Predictor
 from steelyard.planning.software import STEELYARD, Software
+from steelyard.sizes.param_count import described, parameters
 
 if TYPE_CHECKING:
     from steelyard.planning.measured_layers import Profile
@@ -34,8 +35,11 @@ def as_result(
 ) -> dict[str, Any]:
     """The result as a JSON object."""
     predictor = Predictor(recipe, cluster, software)
+    size = parameters(recipe.model)
     result: dict[str, Any] = {
         "recipe": recipe.name,
+        "parameters": size.total,
+        "active_parameters": size.active,
         "cluster": cluster.name,
         "looked_at": found.looked_at,
         "complete": found.complete,
@@ -92,6 +96,7 @@ def as_text(
 def shown(layout: Layout) -> str:
     """A layout as one line of text."""
     sizes = {"tensor": layout.tensor, "context": layout.context, "pipeline": layout.pipeline, "data": layout.data}
+    sizes["expert"] = layout.expert
     mesh = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one rank"
     schedule = f", {layout.schedule}" if layout.pipeline > 1 else ""
     schedule += f" x {layout.virtual}" if layout.virtual > 1 else ""
@@ -120,7 +125,10 @@ def _days(days: float) -> str:
 
 def _explanation(recipe: Recipe, cluster: Cluster, plan: Plan, tokens: int, software: Software) -> str:
     layout, parts = plan.layout, asdict(plan.parts)
+    if not recipe.model.blocks.has_experts:
+        del parts["expert"]
     lines = [f"best plan: {shown(layout)}", f"  layers per stage  {Partition(layout.partition)}"]
+    lines.append(f"  parameters        {described(recipe.model)}")
     rows = [["part of a step", "seconds", "share"]]
     rows += [[name, f"{seconds:.4f}", f"{100 * seconds / plan.seconds:.1f}%"] for name, seconds in parts.items()]
     rows.append(["total", f"{plan.seconds:.4f}", ""])
@@ -156,12 +164,13 @@ def pipeline(
     plan: Plan,
     software: Software = STEELYARD,
     profiles: Sequence[Profile] = (),
+    imbalance: float = 1.0,
 ) -> str:
     """An HTML page with the timeline of a step: the passes of each pipeline rank as SVG bars."""
     from steelyard.core.pages import page
 
     layout = plan.layout
-    step = Predictor.of_layout(recipe, cluster, layout, software, profiles).step(layout)
+    step = Predictor.of_layout(recipe, cluster, layout, software, profiles, imbalance).step(layout)
     events = pipeline_sim.events(step.times(layout.partition), *step.plan)
     end = max(event[5] for event in sorted(events, key=lambda event: event[4])[:MOST])
     bars = []

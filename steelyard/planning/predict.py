@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from steelyard.core.recipe import Recipe
 from steelyard.planning import communication, compute
 from steelyard.planning.cluster import Cluster, Nodes, Placement
-from steelyard.planning.communication import Ring, group
+from steelyard.planning.communication import AllToAll, Ring, group
 from steelyard.planning.compute import LayerDims, Pass, UpdateCost, Work
 from steelyard.planning.layout import Layout, Seat, Seats
 from steelyard.planning.software import STEELYARD, Software, as_run
@@ -39,7 +39,10 @@ class StagePlacement:
 
 
 class Predictor:
-    """The costs of one recipe on one cluster."""
+    """The costs of one recipe on one cluster.
+
+    `imbalance` is the expert time of the busiest expert rank relative to an even load.
+    """
 
     def __init__(
         self,
@@ -47,7 +50,9 @@ class Predictor:
         cluster: Cluster,
         software: Software = STEELYARD,
         profiles: Sequence[Profile] = (),
+        imbalance: float = 1.0,
     ) -> None:
+        self.imbalance = imbalance
         self.profiles = {profile.gpu: profile for profile in profiles}
         self.recipe, self.cluster, self.software = recipe, linked(cluster, self.profiles), software
         self.dims = LayerDims.of(recipe)
@@ -60,7 +65,7 @@ class Predictor:
         self._placed: dict[tuple[Placement, int, int], StagePlacement] = {}
         self._numbers: dict[tuple[object, ...], int] = {}
         self._examples: list[Any] = []
-        self._params: dict[tuple[int, int], tuple[RankParams, ...]] = {}
+        self._params: dict[tuple[int, int, int], tuple[RankParams, ...]] = {}
 
     @classmethod
     def of_layout(
@@ -70,9 +75,10 @@ class Predictor:
         layout: Layout,
         software: Software = STEELYARD,
         profiles: Sequence[Profile] = (),
+        imbalance: float = 1.0,
     ) -> Predictor:
         """A predictor for the software as it runs this layout."""
-        return cls(recipe, cluster, as_run(software, recipe, layout.splits_backward), profiles)
+        return cls(recipe, cluster, as_run(software, recipe, layout.splits_backward), profiles, imbalance)
 
     def seats(self, layout: Layout) -> list[tuple[Seat, ...]]:
         """The nodes of each pipeline rank."""
@@ -112,15 +118,21 @@ class Predictor:
         cut = (layout.tensor, layout.context, layout.micro_batch, layout.sequence_parallel)
         columns = layout.data * layout.context
         stages = self._each(
-            self._costs, (cut, layout.recompute), placement.kinds, lambda seats: self.stage_cost(layout, seats)
+            self._costs,
+            (cut, layout.expert, layout.recompute),
+            placement.kinds,
+            lambda seats: self.stage_cost(layout, seats),
         )
         send = self._each(self._sends, cut, placement.links, lambda pair: self.send(layout, *pair))
-        rings = self._each(
-            self._rings, (layout.tensor, columns), placement.kinds,
-            lambda seats: group(self.cluster, seats, layout.tensor, columns),
-        )  # fmt: skip
+        rings = self._groups(placement, layout.tensor, columns)
         sends = (send * layout.virtual)[:-1]
         return StepCost(self.table(layout, stages, rings, sends, tuple(placement.kinds)))
+
+    def _groups(self, placement: StagePlacement, stride: int, size: int) -> tuple[Ring, ...]:
+        """The slowest ring of `size` ranks with a stride of `stride` ranks, on each pipeline rank."""
+        return self._each(
+            self._rings, (stride, size), placement.kinds, lambda seats: group(self.cluster, seats, stride, size)
+        )
 
     def table(
         self,
@@ -131,7 +143,8 @@ class Predictor:
         kinds: tuple[int, ...],
     ) -> CostTable:
         """The cost table of a layout from the costs of its pipeline ranks."""
-        software = self.software
+        software, columns, expert = self.software, layout.data * layout.context, layout.expert
+        same = self._groups(self._placement(layout), layout.tensor * expert, columns // expert) if expert > 1 else ()
         return CostTable(
             schedule=layout.schedule,
             pipeline=layout.pipeline,
@@ -142,8 +155,10 @@ class Predictor:
             stages=stages,
             kinds=kinds,
             rings=rings,
-            params=self.rank_params(layout.tensor, layout.pipeline),
-            shards=(layout.data * layout.context if layout.zero else 1,) * layout.pipeline,
+            params=self.rank_params(layout.tensor, layout.pipeline, expert),
+            shards=(columns if layout.zero else 1,) * layout.pipeline,
+            expert_rings=same,
+            expert_shards=columns // expert if layout.zero else 1,
             send=send,
             weight_bytes=self.each,
             gradient_bytes=software.gradient_bytes or (2 if self.recipe.train.precision == "fp16" else 4),
@@ -181,7 +196,8 @@ class Predictor:
         kinds = {seat.nodes.type: seat.nodes for seat in seats}.values()
         tensor = group(self.cluster, seats, 1, layout.tensor)
         context = group(self.cluster, seats, layout.tensor, layout.context)
-        each = [self._cost_on(layout, self._gpu_of(nodes), tensor, context) for nodes in kinds]
+        expert = communication.all_to_all(self.cluster, seats, layout.tensor, layout.expert)
+        each = [self._cost_on(layout, self._gpu_of(nodes), tensor, context, expert) for nodes in kinds]
         cost = max(each, key=lambda cost: cost.layer.forward + cost.layer.backward)
         optim = self.recipe.optim
         return replace(cost, update=_host_updates(kinds, STATES[optim.name])) if optim.offload else cost
@@ -192,15 +208,16 @@ class Predictor:
         profile = self.profiles.get(gpu.name)
         return gpu if profile is None else profile.calibrated(gpu, self.recipe.train.precision)
 
-    def _cost_on(self, layout: Layout, gpu: Gpu, tensor: Ring, context: Ring) -> StageCost:
-        key = (gpu.name, tensor, context, layout.micro_batch, layout.sequence_parallel, layout.recompute)
+    def _cost_on(self, layout: Layout, gpu: Gpu, tensor: Ring, context: Ring, expert: AllToAll) -> StageCost:
+        key = (gpu.name, tensor, context, expert, layout.micro_batch, layout.sequence_parallel, layout.recompute)
         if key not in self._costs_on:
-            self._costs_on[key] = self._new_cost(layout, gpu, tensor, context)
+            self._costs_on[key] = self._new_cost(layout, gpu, tensor, context, expert)
         return self._costs_on[key]
 
-    def _new_cost(self, layout: Layout, gpu: Gpu, tensor: Ring, context: Ring) -> StageCost:
+    def _new_cost(self, layout: Layout, gpu: Gpu, tensor: Ring, context: Ring, expert: AllToAll) -> StageCost:
         cut = (layout.tensor, layout.context, layout.sequence_parallel)
         work = Work.of(self.recipe, gpu, self.software, layout.micro_batch, cut)
+        work = replace(work, expert=layout.expert, imbalance=self.imbalance)
         tokens = layout.micro_batch * self.dims.sequence // layout.context
         stream = self.each * tokens * self.dims.hidden
         # Sequence parallelism replaces an all-reduce by a reduce-scatter and an all-gather: same bytes, two launches.
@@ -210,23 +227,43 @@ class Predictor:
         keys = 2 * self.each * tokens * layout.context * self.dims.key / layout.tensor
         gathered = context.gather(keys)
         launch = self.software.collective_launch * (layout.tensor > 1) * (2 if layout.sequence_parallel else 1)
+        routed, counts = self._slot_exchange(tokens, expert)
+        launch_experts = self.software.collective_launch * counts
         layer, full = self._layer(work), layout.recompute == "full"
+        # Outputs of the experts are needed again for the gradients of their weights, and of the router.
+        routed_again = 0.0 if layout.recompute == "none" else routed
         sums_again = (1 if self.software.stops_early else 2) * sum_ + gathered if full else 0.0
         if self.software.regathers and layout.sequence_parallel:
             sums_again += 2 * tensor.gather(stream)
+        ahead = layer.forward + 2 * sum_ + gathered + routed
+        back = layer.backward + 2 * sum_ + 2 * gathered + sums_again + _again(layer, layout.recompute)
+        back += routed + routed_again
+        host = layer.host_forward + 2 * launch + launch_experts
         return StageCost(
             UnitCost(
-                forward=layer.forward + 2 * sum_ + gathered,
-                backward=layer.backward + 2 * sum_ + 2 * gathered + sums_again + _again(layer, layout.recompute),
-                host_forward=layer.host_forward + 2 * launch,
-                host_backward=layer.host_backward + 2 * launch + (layer.host_forward + 2 * launch if full else 0.0),
+                forward=ahead,
+                backward=back,
+                host_forward=host,
+                host_backward=layer.host_backward + 2 * launch + launch_experts + (host if full else 0.0),
                 exchange=4 * sum_ + 3 * gathered + sums_again,
                 weights=layer.forward,  # One of the three matrix products of each linear map; the rest is small.
+                expert=2 * routed + routed_again,
             ),
             _end_cost(compute.embedding(work, self.dims), sum_ / 2, 0.0, launch),
             _end_cost(compute.head(work, self.dims), 0.0, sum_, launch),
             (compute.optimizer(work),),
         )
+
+    def _slot_exchange(self, tokens: int, expert: AllToAll) -> tuple[float, float]:
+        """Seconds and number of the all-to-alls of one pass of a layer, to the experts and back; means over layers.
+
+        The busiest rank receives more slots than the others.
+        """
+        experts = self.dims.experts
+        if experts is None or expert.ranks == 1:
+            return 0.0, 0.0
+        slots = self.each * tokens * experts.top_k * self.dims.hidden * self.imbalance
+        return 2 * expert.seconds(slots) * experts.layers_share, 2 * experts.layers_share
 
     def _layer(self, work: Work) -> Pass:
         """The passes of a layer, scaled by the nearest measurement where a profile of the GPU exists."""
@@ -241,17 +278,20 @@ class Predictor:
         bytes_ = self.each * tokens * self.dims.hidden / cut
         return max(communication.send(self.cluster, a, b, bytes_, a.ranks) for a, b in _pairs(one, other))
 
-    def rank_params(self, tensor: int, pipeline: int) -> tuple[RankParams, ...]:
+    def rank_params(self, tensor: int, pipeline: int, expert: int = 1) -> tuple[RankParams, ...]:
         """Parameters on each pipeline rank. A tied head on another rank than the embedding is a second copy of it."""
-        if (tensor, pipeline) not in self._params:
+        key = (tensor, pipeline, expert)
+        if key not in self._params:
             model = self.recipe.model
-            sizes = parameters(model, tensor, padded=True)
+            sizes = parameters(model, tensor, True, expert)
             copied = model.padded_vocab * model.hidden // tensor if model.tied and pipeline > 1 else 0
             ends = [0] * pipeline
             ends[0] += sizes.embedding
             ends[-1] += sizes.final_norm + sizes.head + copied
-            self._params[tensor, pipeline] = tuple(RankParams(sizes.layer, end) for end in ends)
-        return self._params[tensor, pipeline]
+            experts = sizes.experts // sizes.layers if expert > 1 else 0
+            layer = sizes.all_layers // sizes.layers - experts
+            self._params[key] = tuple(RankParams(layer, end, experts) for end in ends)
+        return self._params[key]
 
 
 def linked(cluster: Cluster, profiles: Mapping[str, Profile]) -> Cluster:

@@ -28,7 +28,7 @@ from steelyard.sizes.memory import memory_of
 
 # The spans of the timeline, and the predicted parts that they measure.
 SPANS = {
-    "compute and tensor": (("forward", "backward", "weights"), ("compute", "tensor")),
+    "compute and tensor": (("forward", "backward", "weights"), ("compute", "tensor", "expert")),
     "bubble and pipeline": (("receive", "send", "wait"), ("bubble", "pipeline")),
     "gradient": (("reduce", "gradients"), ("gradient",)),
     "optimizer": (("optimizer", "update"), ("optimizer",)),

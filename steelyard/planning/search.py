@@ -1,10 +1,10 @@
 """Best-first search (branch and bound) for the layouts of a recipe on a cluster.
 
-The search decides in three rounds: nodes, tensor and context degrees and micro-batch; then the order of nodes, pipeline
-and data degrees and schedule; then recomputation, ZeRO stage and sequence parallelism (`candidates`). Each round has a
-lower bound for all layouts below a choice, and the search expands the choice with the lowest bound. Complete layouts
-are simulated. The search ends when the best simulated layouts are better than every remaining bound, so the result is
-the same as that of an exhaustive search. Layouts that do not fit in memory are dropped.
+The search decides in three rounds: nodes, tensor and context degrees and micro-batch; then the order of nodes,
+pipeline, data and expert degrees and schedule; then recomputation, ZeRO stage and sequence parallelism (`candidates`).
+Each round has a lower bound for all layouts below a choice, and the search expands the choice with the lowest bound.
+Complete layouts are simulated. The search ends when the best simulated layouts are better than every remaining bound,
+so the result is the same as that of an exhaustive search. Layouts that do not fit in memory are dropped.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import count
+from itertools import count, product
 from typing import TYPE_CHECKING
 
 from steelyard.core.errors import UserError
@@ -43,6 +43,7 @@ def search(
     limits: SearchLimits | None = None,
     software: Software = STEELYARD,
     profiles: Sequence[Profile] = (),
+    imbalance: float = 1.0,
 ) -> SearchResult:
     """The `top` best plans, the best first; for `pareto`, the Pareto frontier of time and price."""
     if recipe.parallel.replicate > 1:
@@ -51,11 +52,11 @@ def search(
             where=recipe.where("parallel.replicate"),
             hint="remove parallel.replicate, or predict only this layout with --given",
         )
-    _refuse_offload(recipe, software)
+    _refuse_for_megatron(recipe, software)
     if not any(gpu.peak(recipe.train.precision) for gpu in cluster.gpu_by_type.values()):
         raise lacking(recipe, sorted({gpu.name for gpu in cluster.gpu_by_type.values()}))
     limits = layout_space.restricted(limits or layout_space.limits_for(cluster, objective), software)
-    candidates = Candidates(recipe, cluster, limits, software, profiles, SearchResult([]))
+    candidates = Candidates(recipe, cluster, limits, software, profiles, imbalance)
     found = _Search(candidates, objective, top).run()
     if objective == "pareto" and not found.complete:  # The limit cut off slow plans: a search by cost finds cheap ones.
         fast = found.plans
@@ -65,24 +66,34 @@ def search(
 
 
 def given(
-    recipe: Recipe, cluster: Cluster, software: Software = STEELYARD, profiles: Sequence[Profile] = ()
+    recipe: Recipe,
+    cluster: Cluster,
+    software: Software = STEELYARD,
+    profiles: Sequence[Profile] = (),
+    imbalance: float = 1.0,
 ) -> SearchResult:
     """The recipe's own layout as the only plan; if it does not fit, it is also listed in `excluded`."""
-    _refuse_offload(recipe, software)
+    _refuse_for_megatron(recipe, software)
     layout = of_recipe(recipe, cluster, short=software is MEGATRON)
-    predictor = Predictor.of_layout(recipe, cluster, layout, software, profiles)
+    predictor = Predictor.of_layout(recipe, cluster, layout, software, profiles, imbalance)
     why = memory_fit.reason(memory_fit.rooms(predictor, layout))
     price, watts = cluster.price_hour(layout.placement), cluster.watts(layout.placement)
     plan = Plan(layout, predictor.parts(layout), price, watts)
     return SearchResult([plan], [] if why is None else [(layout, why)], 1)
 
 
-def _refuse_offload(recipe: Recipe, software: Software) -> None:
+def _refuse_for_megatron(recipe: Recipe, software: Software) -> None:
     if software is MEGATRON and recipe.optim.offload:
         raise UserError(
             "Megatron-LM of 2021 to 2023 keeps its optimizer on the GPU",
             where=recipe.where("optim.offload"),
             hint="remove optim.offload, or use --software steelyard",
+        )
+    if software is MEGATRON and recipe.model.blocks.has_experts:
+        raise UserError(
+            f"Megatron-LM of 2021 to 2023 is not predicted for {recipe.model.family}, which has experts",
+            where=recipe.where("model.family"),
+            hint="use --software steelyard",
         )
 
 
@@ -167,7 +178,7 @@ class _Search:
         return choices
 
     def _arrange(self, use: Use, tensor: int, context: int, micro_batch: int) -> None:
-        """Second round: order of nodes, pipeline, data, schedule. Bound: `StepCost.bound` without recomputation."""
+        """Second round: order of nodes, pipeline, data, expert, schedule. Bound: `StepCost.bound`, no recomputation."""
         layers = self.recipe.model.layers
         value = self._weight_of(use.counts)
         batch = self.recipe.train.global_batch // micro_batch
@@ -177,8 +188,12 @@ class _Search:
                 continue
             schedules = layout_space.schedules(self.recipe, pipeline, batch // data, self.limits)
             deepest = max((virtual for _, virtual in schedules), default=0)
-            for placement in (layout_space.orders(use) if pipeline > 1 else [use.counts]) if deepest else ():
-                mesh = MeshCandidate(use, tensor, context, micro_batch, placement, pipeline, data, "1f1b", deepest)
+            placements = (layout_space.orders(use) if pipeline > 1 else [use.counts]) if deepest else []
+            degrees = layout_space.experts(self.recipe, data * context)
+            for placement, expert in product(placements, degrees):
+                mesh = MeshCandidate(
+                    use, tensor, context, micro_batch, placement, pipeline, data, "1f1b", deepest, expert
+                )
                 bound = value * self.candidates.bound(mesh)
                 if not self._is_beaten(bound, use.counts):
                     self._push(bound, partial(self._schedule, mesh, schedules))
@@ -229,7 +244,7 @@ class _Search:
             layout = self.candidates.refined(layout)
         seconds = self.candidates.step(layout).seconds(layout.partition, settled=True)
         value = seconds * self._weight_of(layout.placement)
-        key = (mesh.use, mesh.tensor, mesh.context, mesh.micro_batch, mesh.pipeline, mesh.data)
+        key = (mesh.use, mesh.tensor, mesh.context, mesh.micro_batch, mesh.pipeline, mesh.data, mesh.expert)
         if key not in self.best or value < self.best[key][0]:
             self.best[key] = (value, seconds, layout)
             if self.objective == "pareto":

@@ -29,6 +29,8 @@ class Parts:
     gradient: float
     optimizer: float
     overhead: float
+    expert: float = 0.0
+    """All-to-alls of expert parallelism."""
 
     @property
     def total(self) -> float:
@@ -48,11 +50,18 @@ class UnitCost:
     """GPU seconds of both passes that are tensor- or context-parallel communication."""
     weights: float
     """Seconds of the backward pass that only the weight gradients need."""
+    expert: float = 0.0
+    """GPU seconds of both passes that are all-to-alls of expert parallelism."""
 
     @property
     def least(self) -> float:
         """A lower bound for both passes: a slow host may overlap with the GPU work of other layers."""
         return max(self.forward + self.backward, self.host_forward + self.host_backward)
+
+    @property
+    def least_on_links(self) -> float:
+        """The same for all-to-alls that take no time: their links depend on nodes that are not chosen yet."""
+        return max(self.forward + self.backward - self.expert, self.host_forward + self.host_backward)
 
 
 @dataclass(frozen=True)
@@ -95,10 +104,15 @@ class StageCost:
 
 
 class RankParams(NamedTuple):
-    """Parameters on one pipeline rank, divided by tensor parallelism: of one layer, and of embedding, norm and head."""
+    """Parameters on one pipeline rank, divided by tensor parallelism: of one layer, and of embedding, norm and head.
+
+    Of layers that differ it is the mean.
+    """
 
     layer: int
     ends: int
+    experts: int = 0
+    """Experts of one layer that expert parallelism divides; `layer` does not include them."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +144,10 @@ class CostTable:
     waits_to_receive: bool
     overhead: float
     """Fixed seconds per step."""
+    expert_rings: tuple[Ring, ...] = ()
+    """Ranks that hold the same experts, if expert parallelism divides them."""
+    expert_shards: int = 1
+    """Ranks that share the optimizer state of these experts."""
 
 
 class StepCost:
@@ -177,32 +195,46 @@ class StepCost:
 
     def held(self, counts: tuple[int, ...], rank: int) -> int:
         """Parameters on a rank: the layers of its stages, the embedding and the head."""
-        params = self.table.params[rank]
-        return params.layer * sum(counts[rank :: self.table.pipeline]) + params.ends
+        return sum(self._held(counts, rank))
+
+    def _held(self, counts: tuple[int, ...], rank: int) -> tuple[int, int]:
+        """Parameters on a rank that are not divided by expert parallelism, and those that are."""
+        params, layers = self.table.params[rank], sum(counts[rank :: self.table.pipeline])
+        return params.layer * layers + params.ends, params.experts * layers
 
     def after(self, counts: tuple[int, ...], times: Times, rank: int) -> tuple[float, float]:
         """Seconds of a pipeline rank after its last backward pass: gradient reduction, and the optimizer update."""
-        table, held = self.table, self.held(counts, rank)
+        table, held = self.table, self._held(counts, rank)
         if table.overlaps_gradients and table.pipeline == 1:
             gradient = self._exposed(times, held)
         else:
             gradient = self._gradient(rank, held)
-        parameters = held / table.shards[rank]
+        parameters = held[0] / table.shards[rank] + held[1] / table.expert_shards
         return gradient, max(update.seconds(parameters) for update in table.stages[rank].update)
 
-    def _gradient(self, rank: int, held: int) -> float:
+    def _gradient(self, rank: int, held: tuple[int, int]) -> float:
         """Seconds to reduce a rank's gradients over its data-parallel group, and to all-gather sharded weights."""
-        table, ring = self.table, self.table.rings[rank]
+        table = self.table
         if table.zero == 0:
-            return ring.all_reduce(table.gradient_bytes * held)
-        gathered = 0.0 if table.zero == 3 and table.pipeline == 1 else ring.gather(table.weight_bytes * held)
+            rings = self._rings_of(rank, held)
+            return sum(ring.all_reduce(table.gradient_bytes * each) for ring, each in rings)
+        gathered = 0.0 if table.zero == 3 and table.pipeline == 1 else self._gathered(rank, held, table.weight_bytes)
         return self._scattered(rank, held) + gathered
 
-    def _scattered(self, rank: int, held: int) -> float:
+    def _scattered(self, rank: int, held: tuple[int, int]) -> float:
         """Seconds to reduce-scatter a rank's gradients."""
-        return self.table.rings[rank].gather(self.table.gradient_bytes * held)
+        return self._gathered(rank, held, self.table.gradient_bytes)
 
-    def _exposed(self, times: Times, held: int) -> float:
+    def _gathered(self, rank: int, held: tuple[int, int], bytes_: int) -> float:
+        """Seconds to all-gather, or reduce-scatter, a rank's parameters at `bytes_` bytes each."""
+        return sum(ring.gather(bytes_ * each) for ring, each in self._rings_of(rank, held))
+
+    def _rings_of(self, rank: int, held: tuple[int, int]) -> list[tuple[Ring, int]]:
+        """The groups that share parameters of a rank, and the number of these parameters."""
+        both = zip((self.table.rings[rank], *self.table.expert_rings[rank : rank + 1]), held, strict=False)
+        return [(ring, each) for ring, each in both if each or ring is self.table.rings[rank]]
+
+    def _exposed(self, times: Times, held: tuple[int, int]) -> float:
         """Gradient reduction and weight gathers that do not overlap with compute: at least the share of one layer.
 
         ZeRO 2 reduces after every micro-batch and gathers the weights once per step. ZeRO 3 gathers each layer twice
@@ -213,7 +245,7 @@ class StepCost:
         if table.zero >= 2:
             seconds, hidden = seconds + (micro_batches - 1) * self._scattered(0, held), hidden * micro_batches
         if table.zero == 3:
-            seconds += 2 * micro_batches * table.rings[0].gather(table.weight_bytes * held)
+            seconds += 2 * micro_batches * self._gathered(0, held, table.weight_bytes)
             hidden += times.forward[0] * micro_batches
         layers = max(1, table.layers)
         return max(seconds - hidden * (layers - 1) / layers, seconds / layers)
@@ -281,18 +313,21 @@ class StepCost:
         slowest = max(ranks, key=lambda rank: timetable.ends[rank] + sum(after[rank]))
         busy = timetable.busy[slowest]
         layers = sum(counts[slowest :: table.pipeline])
-        tensor = min(busy, table.micro_batches * layers * table.stages[slowest].layer.exchange)
+        layer = table.stages[slowest].layer
+        tensor = min(busy, table.micro_batches * layers * layer.exchange)
+        expert = min(busy - tensor, table.micro_batches * layers * layer.expert)
         free_sends = Times(times.forward, times.backward, times.weights, (0.0,) * len(times.send))
         bubble = pipeline_sim.simulate(free_sends, *self.plan).ends[slowest] - busy
         waits = sum(sum(self._waits(stage)) for stage in range(slowest, len(counts), table.pipeline))
         return Parts(
-            compute=busy - tensor - table.micro_batches * waits,
+            compute=busy - tensor - expert - table.micro_batches * waits,
             bubble=max(0.0, bubble),
             tensor=tensor,
             pipeline=max(0.0, timetable.ends[slowest] - busy - bubble) + table.micro_batches * waits,
             gradient=after[slowest][0],
             optimizer=after[slowest][1],
             overhead=table.overhead,
+            expert=expert,
         )
 
 

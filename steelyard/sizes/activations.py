@@ -6,17 +6,36 @@ number per head. Norms compute in fp32 and save their input in fp32, unless the 
 saves it in the precision of the residual stream and recomputes SiLU. parallel.tensor divides the heads and the MLP
 width. Only parallel.sequence_parallel divides the residual stream, and the input of a column-parallel product is
 gathered even then.
+
+Functions of a layer take the number of the layer: those with experts differ from those with an MLP (`ExpertWidths`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from steelyard.core.recipe import Recipe
+from steelyard.core.recipe.blocks import ExpertsBlock, MlpBlock
 from steelyard.sizes.adapter_size import adapter_size
 
 FP32 = 4
 INT64 = 8
+
+
+@dataclass(frozen=True)
+class ExpertWidths:
+    """Bytes per token of a layer with experts, beside `Widths`. A slot is a token with one of its experts."""
+
+    slots: int
+    """Tensors of the hidden width, one row for each slot: the inputs of the experts, and their outputs."""
+    outputs: int
+    """The outputs of the experts as they are weighted: in fp32, unless the layer is compiled."""
+    router: int
+    """What the router saves: its input in fp32, unless the layer is compiled, logits, scores and weights in fp32."""
+    indices: int
+    """The experts of a token and the permutations of slots, as 64-bit integers."""
+    logits: int
 
 
 @dataclass(frozen=True)
@@ -28,10 +47,12 @@ class Widths:
     query: int
     key: int
     ffn: int
+    """All tensors of the width of an MLP or of the experts of a token, shared ones included."""
     norm: int
     log_sum: int
     scores: int
     """Attention weights over the whole sequence, at one byte each."""
+    experts: ExpertWidths | None = None
 
 
 def working_bytes(recipe: Recipe) -> int:
@@ -44,37 +65,71 @@ def is_compiled(recipe: Recipe) -> bool:
     return recipe.train.device != "cpu" if recipe.train.compile is None else recipe.train.compile
 
 
-def widths(recipe: Recipe, fused_norm: bool = True) -> Widths:
-    """Bytes per token of a recipe's tensors. PyTorch has no fused RMSNorm on CPUs; the unfused one saves two copies."""
+def widths(recipe: Recipe, fused_norm: bool = True, number: int = 0) -> Widths:
+    """Bytes per token of a layer's tensors. PyTorch has no fused RMSNorm on CPUs; the unfused one saves two copies."""
     model, tensor, each = recipe.model, recipe.parallel.tensor, working_bytes(recipe)
     ranks = tensor if recipe.parallel.sequence_parallel else 1
-    attention = model.blocks.layers[0].attention
+    block = model.blocks.layers[number]
     has_mean = model.blocks.norm.kind == "layer"
     copies = each if is_compiled(recipe) else FP32 if fused_norm or has_mean else 2 * FP32
     return Widths(
         stream=each * model.hidden // ranks,
         gathered=each * model.hidden,
-        query=each * attention.query_width // tensor,
-        key=each * attention.key_width // tensor,
-        ffn=each * model.ffn // tensor,
+        query=each * block.attention.query_width // tensor,
+        key=each * block.attention.key_width // tensor,
+        ffn=each * token_ffn(block.mlp) // tensor,
         norm=(copies * model.hidden + (2 * FP32 if has_mean else FP32)) // ranks,
         log_sum=FP32 * model.heads // tensor,
         scores=model.heads // tensor * recipe.data.sequence_length,
+        experts=_expert_widths(recipe, block.mlp) if isinstance(block.mlp, ExpertsBlock) else None,
     )
 
 
-def _is_gated(recipe: Recipe) -> bool:
-    return recipe.model.blocks.layers[0].mlp.gated
+def token_ffn(mlp: MlpBlock | ExpertsBlock) -> int:
+    """The width of the MLP that computes a token: of an MLP, or of the chosen experts and the shared one together."""
+    if isinstance(mlp, ExpertsBlock):
+        return mlp.routing.top_k * mlp.ffn + (mlp.shared_ffn or 0)
+    return mlp.ffn
 
 
-def layer(recipe: Recipe, fused_norm: bool = True) -> int:
+def _expert_widths(recipe: Recipe, block: ExpertsBlock) -> ExpertWidths:
+    """The rows of slots are not divided by `parallel.tensor`: every tensor rank computes a part of each expert.
+
+    With `parallel.expert` a rank receives as many slots as it sends if the load is even, and sorts them once more.
+    """
+    each, routing = working_bytes(recipe), block.routing
+    high = each if is_compiled(recipe) else FP32
+    # Scores and logits; the weights before and after their division, their sum, and the log sum of the logits.
+    saved = 2 * FP32 * routing.experts + FP32 * (2 * routing.top_k + 2)
+    inputs = high * block.hidden
+    if block.shared is not None and high != each:
+        inputs += each * block.hidden
+    permutations = 3 if recipe.parallel.expert == 1 else 5
+    return ExpertWidths(
+        slots=each * routing.top_k * block.hidden,
+        outputs=high * routing.top_k * block.hidden,
+        router=inputs + saved,
+        indices=permutations * INT64 * routing.top_k,
+        logits=FP32 * routing.experts,
+    )
+
+
+def _is_gated(recipe: Recipe, number: int = 0) -> bool:
+    return recipe.model.blocks.layers[number].mlp.gated
+
+
+def layer(recipe: Recipe, fused_norm: bool = True, number: int = 0) -> int:
     """Bytes per token that a layer saves without recomputation."""
-    of = widths(recipe, fused_norm)
+    of = widths(recipe, fused_norm, number)
     silu_again = is_compiled(recipe)
-    kept_by_mlp = 4 - silu_again if _is_gated(recipe) else 2
+    kept_by_mlp = (4 - silu_again if _is_gated(recipe, number) else 2) * of.ffn
+    if of.experts is None:
+        kept_by_mlp += of.gathered
+    else:
+        kept_by_mlp += of.experts.slots + of.experts.outputs + of.experts.router + of.experts.indices
     masks = 2 * of.stream // working_bytes(recipe) if recipe.model.dropout else 0
-    norms = len(recipe.model.blocks.layers[0].norm_places)
-    kept = norms * of.norm + 2 * of.gathered + _attention(recipe, of) + kept_by_mlp * of.ffn + masks
+    norms = len(recipe.model.blocks.layers[number].norm_places)
+    kept = norms * of.norm + of.gathered + _attention(recipe, of) + kept_by_mlp + masks
     return kept + _adapters(recipe, keeps_outputs=False)
 
 
@@ -112,15 +167,24 @@ def _attention(recipe: Recipe, of: Widths) -> int:
     return kept
 
 
-def selective_layer(recipe: Recipe) -> int:
+def selective_layer(recipe: Recipe, number: int = 0) -> int:
     """Bytes per token of a layer that saves its input and the outputs of products, attention and collectives."""
-    of, parallel = widths(recipe), recipe.parallel
-    projections = 2 if _is_gated(recipe) else 1
-    products = 2 * of.query + 2 * of.key + of.log_sum + projections * of.ffn + 2 * of.gathered
+    of, parallel = widths(recipe, number=number), recipe.parallel
+    projections = 2 if _is_gated(recipe, number) else 1
+    products = 2 * of.query + 2 * of.key + of.log_sum + projections * of.ffn + of.gathered
+    products += _mlp_outputs(recipe, of, number)
     exchanged = 2 * of.stream if parallel.tensor > 1 else 0
     exchanged += 2 * of.gathered if parallel.tensor > 1 and parallel.sequence_parallel else 0
     exchanged += 2 * of.key * parallel.context if parallel.context > 1 else 0
     return of.stream + products + exchanged + _adapters(recipe, keeps_outputs=True)
+
+
+def _mlp_outputs(recipe: Recipe, of: Widths, number: int) -> int:
+    """Bytes per token of the outputs of an MLP, or of the router, the experts and the shared expert."""
+    mlp = recipe.model.blocks.layers[number].mlp
+    if of.experts is None or not isinstance(mlp, ExpertsBlock):
+        return of.gathered
+    return of.experts.logits + of.experts.slots + (0 if mlp.shared is None else of.gathered)
 
 
 def full_layer(recipe: Recipe) -> int:
@@ -128,23 +192,25 @@ def full_layer(recipe: Recipe) -> int:
     return widths(recipe).stream
 
 
-def weight_gradient_inputs(recipe: Recipe) -> int:
+def weight_gradient_inputs(recipe: Recipe, number: int = 0) -> int:
     """Bytes per token of the output gradients that a layer keeps until its weight gradients are computed."""
-    of = widths(recipe)
-    projections = 2 if _is_gated(recipe) else 1
-    return 2 * of.gathered + of.query + 2 * of.key + projections * of.ffn
+    of = widths(recipe, number=number)
+    projections = 2 if _is_gated(recipe, number) else 1
+    return of.gathered + _mlp_outputs(recipe, of, number) + of.query + 2 * of.key + projections * of.ffn
 
 
-def temporaries(recipe: Recipe) -> int:
+def temporaries(recipe: Recipe, number: int = 0) -> int:
     """Bytes per token allocated temporarily in the backward pass of one layer. This is an estimate.
 
     It counts the gradients inside the MLP, or Llama's RoPE, which takes five fp32 tensors of the query's width. Dropout
-    generates its mask with several 64-bit integers per element.
+    generates its mask with several 64-bit integers per element. Experts also have the gradients of their inputs and
+    outputs, and these in fp32 and in the order of the tokens.
     """
-    of, each = widths(recipe), working_bytes(recipe)
+    of, each = widths(recipe, number=number), working_bytes(recipe)
     widest = 2 * of.ffn
-    if _is_gated(recipe):
-        widest = max(3 * of.ffn, 5 * FP32 * of.query // each)
+    if _is_gated(recipe, number):
+        inside = 3 * of.ffn + (0 if of.experts is None else 3 * of.experts.slots + of.experts.outputs)
+        widest = max(inside, 5 * FP32 * of.query // each)
     if recipe.model.dropout and not is_compiled(recipe):
         widest += 4 * INT64 * of.stream // each
     if recipe.model.attention_dropout:
@@ -173,34 +239,66 @@ def layers_kept(recipe: Recipe, layers: int) -> int:
 
 
 @dataclass(frozen=True)
+class LayerBytes:
+    """Bytes per token of one layer; `recomputed` has the recomputation of the recipe."""
+
+    kept: int
+    recomputed: int
+    weight_gradient_inputs: int
+    temporaries: int
+
+
+@dataclass(frozen=True)
 class PerToken:
     """All of these bytes per token on a rank, as `sizes.memory` uses them."""
 
     recipe: Recipe
     widths: Widths
-    layer: int
-    recomputed_layer: int
+    layers: tuple[LayerBytes, ...]
+    """Of each layer of the model."""
+    largest: LayerBytes
+    is_uniform: bool
+    """Whether all layers are equal."""
+    exchanged_slots: int
+    """Slots that expert parallelism sends and receives in one exchange."""
     head: int
     rotation: int
-    weight_gradient_inputs: int
-    temporaries: int
 
-    def stage(self, layers: int) -> int:
+    def stage(self, layers: range) -> int:
         """Bytes per token that the layers of a stage save, with the recomputation of the recipe."""
-        kept = layers_kept(self.recipe, layers)
-        return kept * self.layer + (layers - kept) * self.recomputed_layer
+        again = len(layers) - layers_kept(self.recipe, len(layers))
+        if self.is_uniform or layers.stop > len(self.layers):
+            return (len(layers) - again) * self.largest.kept + again * self.largest.recomputed
+        recomputed = sum(self.layers[number].recomputed for number in layers[:again])
+        return recomputed + sum(self.layers[number].kept for number in layers[again:])
 
 
 def per_token(recipe: Recipe) -> PerToken:
-    """Bytes per token of a recipe; `recomputed_layer` is a layer with the recomputation of the recipe."""
-    selective = recipe.parallel.recompute == "selective"
+    """Bytes per token of a recipe."""
+    blocks = recipe.model.blocks.layers
+    first = {id(block.mlp): number for number, block in reversed(list(enumerate(blocks)))}
+    known = {key: _layer_bytes(recipe, number) for key, number in first.items()}
+    largest = LayerBytes(*(max(sizes) for sizes in zip(*(vars(each).values() for each in known.values()), strict=True)))
     return PerToken(
         recipe,
         widths(recipe),
-        layer(recipe),
-        selective_layer(recipe) if selective else full_layer(recipe),
+        tuple(known[id(block.mlp)] for block in blocks),
+        largest,
+        len(set(known.values())) == 1,
+        max(
+            0 if of.experts is None else 2 * of.experts.slots
+            for of in map(partial(widths, recipe, True), first.values())
+        ),
         head(recipe),
         rotation(recipe),
-        weight_gradient_inputs(recipe),
-        temporaries(recipe),
+    )
+
+
+def _layer_bytes(recipe: Recipe, number: int) -> LayerBytes:
+    selective = recipe.parallel.recompute == "selective"
+    return LayerBytes(
+        layer(recipe, number=number),
+        selective_layer(recipe, number) if selective else full_layer(recipe),
+        weight_gradient_inputs(recipe, number),
+        temporaries(recipe, number),
     )

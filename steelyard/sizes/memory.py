@@ -18,7 +18,7 @@ from steelyard.sizes.gpu_catalogue import GIB
 from steelyard.sizes.in_flight import fullest
 from steelyard.sizes.param_count import layer_matrices
 from steelyard.sizes.rank_check import data_ranks
-from steelyard.sizes.stage_layers import stages_parameters
+from steelyard.sizes.stage_layers import stages_layers, stages_parameters
 
 CHUNK_BYTES = 1 << 31  # of logits, as in model/loss.py
 STATES = {"adamw": 2, "sgd": 1, "sgd-sai": 1}
@@ -71,7 +71,8 @@ class _Shared:
     def __init__(self, recipe: Recipe, world: int) -> None:
         self.recipe = recipe
         self.data_ranks = data_ranks(recipe, world)
-        self.parts = stages_parameters(recipe, recipe.parallel.tensor)
+        self.parts = stages_parameters(recipe, recipe.parallel.tensor, recipe.parallel.expert)
+        self.layers = stages_layers(recipe)
         self.per_token = activations.per_token(recipe)
         self.adapter = adapter_size(recipe, working_bytes(recipe))
 
@@ -85,6 +86,7 @@ class _Rank:
         self.each, self.per_token = working_bytes(recipe), shared.per_token
         self.stages = range(rank, parallel.stages, parallel.pipeline)
         self.parts = shared.parts[rank :: parallel.pipeline]
+        self.stage_layers = shared.layers[rank :: parallel.pipeline]
         self.layers = [part.layers for part in self.parts]
         self.held = sum(part.total for part in self.parts)
         self.matrices = layer_matrices(recipe.model) // parallel.tensor
@@ -104,13 +106,19 @@ class _Rank:
             self.stored += FP32 * self.trained - saved * sum(self.layers)
         self.columns = shared.data_ranks * parallel.context
         self.shards = self.columns // parallel.replicate if parallel.zero else 1
+        # Experts that the expert axis splits are sharded over the ranks that hold the same ones, if there are any.
+        self.experts = sum(part.experts for part in self.parts) if parallel.expert > 1 else 0
+        self.expert_shards = self.shards // parallel.expert if parallel.zero else 1
+        self.trained_experts = 0 if self.is_frozen else self.experts
+        self.experts_are_whole = self.experts > 0 and self.columns == parallel.expert
         self.micro_batches = recipe.train.global_batch // (recipe.train.micro_batch * shared.data_ranks)
         self.states = fullest(parallel.schedule, parallel.pipeline, parallel.virtual, self.micro_batches, rank)
         self.tokens = recipe.train.micro_batch * recipe.data.sequence_length // parallel.context
 
     def memory(self) -> Memory:
-        kept = -(-self.stored // self.shards)
-        sharded = FP32 * -(-self.trained // self.shards)
+        experts = self.weight_bytes * self.experts
+        kept = -(-(self.stored - experts) // self.shards) - (-experts // self.expert_shards)
+        sharded = FP32 * self._share(self.trained)
         state = STATES[self.recipe.optim.name] * sharded
         offload = self.recipe.optim.offload
         return Memory(
@@ -126,6 +134,11 @@ class _Rank:
             host=state + 2 * sharded if offload else 0,
         )
 
+    def _share(self, parameters: int) -> int:
+        """The shard of this rank of trained parameters."""
+        others = parameters - self.trained_experts
+        return -(-others // self.shards) - (-self.trained_experts // self.expert_shards)
+
     def _most(self, waiting: Callable[[int], int], held: Callable[[int], int]) -> int:
         """The maximum over all states of the bytes of micro-batches in flight, given the bytes of one on each stage."""
         locals_ = range(len(self.stages))
@@ -137,21 +150,35 @@ class _Rank:
 
         Sharded weights are gathered for a whole step or, with ZeRO 3 and no pipeline, for one layer at a time; the
         embedding and head are gathered together and stay. A rank without data-parallel peers casts its weights in each
-        forward pass, and autograd saves these copies for the backward pass.
+        forward pass, and autograd saves these copies for the backward pass; experts that no other rank holds, too.
         """
         if self.columns > 1:
+            cast = self._cast_experts() if self.experts_are_whole else 0
             if self.shards == 1 and self.each == self.weight_bytes:
                 return 0
             if self.parallel.zero == 3 and self.parallel.pipeline == 1:
-                return self.each * sum(part.total - part.layer * part.layers for part in self.parts)
-            return self.stored if self.is_frozen else self.each * self.held
+                return self.each * sum(part.ends for part in self.parts) + cast
+            held = self.held - (self.experts if self.experts_are_whole else 0)
+            return self.stored if self.is_frozen else self.each * held + cast
         if self.each == self.weight_bytes:
             return 0 if self.each == FP32 or self.adapter is None else self.each * self.trained
 
-        def cast(local: int) -> int:
-            return self.each * self.parts[local].layer * activations.layers_kept(self.recipe, self.layers[local])
+        return self._most_casts([part.all_layers for part in self.parts])
 
-        return self._most(cast, lambda local: self.each * self.parts[local].layer * self.layers[local])
+    def _cast_experts(self) -> int:
+        """Experts in the working precision, which autograd saves."""
+        if self.each == self.weight_bytes:
+            return 0
+        return self._most_casts([part.experts for part in self.parts])
+
+    def _most_casts(self, sizes: list[int]) -> int:
+        """Cast copies of these parameters of the layers of each stage, without those of recomputed layers."""
+
+        def kept(local: int) -> int:
+            layers = self.layers[local]
+            return self.each * sizes[local] * activations.layers_kept(self.recipe, layers) // max(1, layers)
+
+        return self._most(kept, lambda local: self.each * sizes[local])
 
     def _masked_weights(self) -> int:
         """Masked weights, which the backward pass needs; fixed masks are saved too."""
@@ -173,13 +200,16 @@ class _Rank:
         if self.shards == 1:
             return whole
         adds_up = self.micro_batches > 1 and (self.parallel.zero == 1 or self.parallel.pipeline > 1)
-        return whole + sharded if adds_up else sharded
+        if not adds_up:
+            return sharded
+        # Experts of this rank alone are not reduced.
+        return whole + sharded - (FP32 * self.trained_experts if self.expert_shards == 1 else 0)
 
     def _kept(self, local: int) -> int:
         """Bytes of activations of one micro-batch between the forward and backward pass of a stage."""
         of = self.per_token
         last = self.stages[local] == self.parallel.stages - 1
-        kept = of.stage(self.layers[local]) + (of.head if last else of.widths.stream)
+        kept = of.stage(self.stage_layers[local]) + (of.head if last else of.widths.stream)
         kept += of.rotation // self.recipe.train.micro_batch
         return self.tokens * (kept + 2 * TOKEN_ID) + self._mask()
 
@@ -190,7 +220,7 @@ class _Rank:
         """
         of = self.per_token
         head = of.head if self.stages[local] == self.parallel.stages - 1 else 0
-        return self.tokens * (self.layers[local] * (of.layer + of.weight_gradient_inputs) + head)
+        return self.tokens * (self.layers[local] * (of.largest.kept + of.largest.weight_gradient_inputs) + head)
 
     def _mask(self) -> int:
         """The document mask, as booleans and in the working precision."""
@@ -202,7 +232,8 @@ class _Rank:
         if not any(self.layers):
             return 0
         again = any(activations.layers_kept(self.recipe, layers) < layers for layers in self.layers)
-        return self.tokens * (self.per_token.temporaries + (self.per_token.layer if again else 0))
+        largest = self.per_token.largest
+        return self.tokens * (largest.temporaries + (largest.kept if again else 0))
 
     def _head_and_loss(self) -> int:
         """A chunk of logits, and the fp32 gradient of the head, which the forward pass computes and keeps.
@@ -228,10 +259,12 @@ class _Rank:
     def _layer_buffers(self) -> int:
         """Buffers to cast, gather and reduce the weights and gradients of one layer at a time.
 
-        The embedding, final norm and head of a stage are one unit.
+        The embedding, final norm and head of a stage are one unit, and so are experts that the expert axis splits. If
+        no other rank holds them, they are only cast, in both passes.
         """
-        layer = max(part.layer if part.layers else 0 for part in self.parts)
-        unit = max(layer, *(part.total - part.layer * part.layers for part in self.parts))
+        experts = max(part.layer_experts for part in self.parts) if self.experts else 0
+        layer = max(part.layer for part in self.parts)
+        unit = max(layer - experts, experts, *(part.ends for part in self.parts))
         if self.learns_masks:
             # Weights and mask logits of a layer, three times with ZeRO 3, and the gradient of the mask logits.
             size = self.each * layer + FP32 * self.layer_logits
@@ -242,9 +275,13 @@ class _Rank:
             return self.adapter.product_bytes + gathers * size + FP32 * self.adapter.parameters
         if self.columns == 1:
             return 0 if self.each == FP32 else 2 * self.each * unit
+        cast = 0
+        if self.experts_are_whole:
+            unit, layer = max(layer - experts, *(part.ends for part in self.parts)), layer - experts
+            cast = 0 if self.each == FP32 else 2 * self.each * experts
         # ZeRO 3: the current layer, the next one, and its flat gather buffer.
         gathering = 3 * self.each * layer if self.parallel.zero == 3 else 0
-        return gathering + (self.each + FP32) * unit
+        return gathering + (self.each + FP32) * unit + cast
 
     def _exchange_buffers(self) -> int:
         """Communication buffers for activations.
@@ -258,4 +295,5 @@ class _Rank:
         per_token += 2 * of.gathered if parallel.tensor > 1 else 0
         # Keys and values are gathered and reordered along the sequence; their gradients take the same path back.
         per_token += 4 * of.key * parallel.context if parallel.context > 1 else 0
+        per_token += self.per_token.exchanged_slots if parallel.expert > 1 else 0
         return self.tokens * per_token

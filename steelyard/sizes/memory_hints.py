@@ -56,6 +56,8 @@ def _changes(recipe: Recipe) -> Iterator[tuple[str, str, Any]]:
         yield "parallel", "zero", zero
     if recipe.train.micro_batch > 1:
         yield "train", "micro_batch", recipe.train.micro_batch // 2
+    if recipe.model.blocks.has_experts:
+        yield "parallel", "expert", 2 * parallel.expert
     if parallel.stages > 1:
         yield "train", "micro_batch", 2 * recipe.train.micro_batch
     if parallel.recompute == "none":

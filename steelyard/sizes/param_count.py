@@ -2,59 +2,127 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from steelyard.core.recipe.blocks import LayerBlock
+from steelyard.core import units
+from steelyard.core.recipe.blocks import ExpertsBlock, LayerBlock
 from steelyard.core.recipe.model_section import ModelConfig
+
+
+class LayerSize(NamedTuple):
+    """Parameters of one layer on a rank, and those of them that are experts."""
+
+    total: int
+    experts: int
+    active: int
+    """Parameters that compute one token."""
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """Parameters by part; `layer` is one of `layers` equal layers. A tied head counts only if it is a copy."""
+    """Parameters by part. Layers may differ. A tied head counts only if it is a copy."""
 
     embedding: int
     layer: int
+    """The largest layer."""
     layers: int
+    """The number of layers."""
     final_norm: int
     head: int
+    all_layers: int
+    experts: int = 0
+    """Experts of all layers, which `parallel.expert` shards; `all_layers` includes them."""
+    layer_experts: int = 0
+    """Experts of the largest layer."""
+    active_layers: int = 0
+    """Parameters of all layers that compute one token."""
 
     @property
     def total(self) -> int:
         """The total number of parameters."""
-        return self.embedding + self.layer * self.layers + self.final_norm + self.head
+        return self.ends + self.all_layers
+
+    @property
+    def ends(self) -> int:
+        """Parameters outside the layers."""
+        return self.embedding + self.final_norm + self.head
+
+    @property
+    def active(self) -> int:
+        """Parameters that compute one token, as published for models with experts: all but the experts not chosen."""
+        return self.ends + self.active_layers
 
     def bytes(self, each: int) -> dict[str, int]:
         """Bytes of each part at `each` bytes per parameter."""
         return {
             "embedding": each * self.embedding,
-            "layers": each * self.layer * self.layers,
+            "layers": each * self.all_layers,
             "final_norm": each * self.final_norm,
             "head": each * self.head,
         }
 
 
-def parameters(model: ModelConfig, tensor: int = 1, padded: bool = False) -> Parameters:
-    """Count the parameters of a model, or of one of its `tensor` tensor-parallel ranks.
+def parameters(model: ModelConfig, tensor: int = 1, padded: bool = False, expert: int = 1) -> Parameters:
+    """Count the parameters of a model, or of one of its `tensor` x `expert` ranks.
 
     Published counts exclude the rows that pad the vocabulary; `padded` includes them. Tensor parallelism shards heads,
-    the MLP width and the vocabulary. Norms and positions are on every rank. Biases that are added after the reduction
-    are counted on every rank too, although only the first rank has them.
+    the widths of MLPs and experts, and the vocabulary. Norms, routers and positions are on every rank. Biases that are
+    added after the reduction are counted on every rank too, although only the first rank has them. The experts that
+    compute a token are on any of the expert ranks, so active parameters are not divided by `expert`.
     """
+    ends = end_parameters(model, tensor, padded)
+    of_layers = sum_layers(layer_sizes(model, tensor, expert))
+    return replace(of_layers, embedding=ends.embedding, final_norm=ends.final_norm, head=ends.head)
+
+
+def end_parameters(model: ModelConfig, tensor: int = 1, padded: bool = False) -> Parameters:
+    """The parameters of a model without its layers."""
     rows = model.padded_vocab if padded or tensor > 1 else model.vocab
     table = rows * model.hidden // tensor
     head = 0 if model.tied else table
-    blocks = model.blocks
-    table += (blocks.positions or 0) * model.hidden
-    final_norm = sum(math.prod(param.shape) for param in blocks.norm.params().values())
-    return Parameters(table, layer_parameters(blocks.layers[0], tensor), model.layers, final_norm, head)
+    table += (model.blocks.positions or 0) * model.hidden
+    final_norm = sum(param.size for param in model.blocks.norm.params().values())
+    return Parameters(table, 0, 0, final_norm, head, 0)
 
 
-def layer_parameters(layer: LayerBlock, tensor: int = 1) -> int:
-    """Parameters of one layer, or of one of its tensor-parallel ranks."""
+def described(model: ModelConfig) -> str:
+    """The number of parameters as text, with that of active ones if the model has experts."""
+    size = parameters(model)
+    active = f" ({units.count(size.active)} active)" if model.blocks.has_experts else ""
+    return units.count(size.total) + active
+
+
+def sum_layers(sizes: Sequence[LayerSize]) -> Parameters:
+    """The parameters of some layers, without embedding, final norm and head."""
+    largest = max(sizes, default=LayerSize(0, 0, 0))
+    counts = Counter(sizes)
+    total, experts, active = (
+        sum(size[field] * count for size, count in counts.items()) for field in range(len(LayerSize._fields))
+    )
+    return Parameters(0, largest.total, len(sizes), 0, 0, total, experts, largest.experts, active)
+
+
+def layer_sizes(model: ModelConfig, tensor: int = 1, expert: int = 1) -> list[LayerSize]:
+    """The parameters of each layer on one of `tensor` x `expert` ranks."""
+    layers = model.blocks.layers  # Equal layers are one object.
+    known = {id(layer): layer_size(layer, tensor, expert) for layer in {id(layer): layer for layer in layers}.values()}
+    return [known[id(layer)] for layer in layers]
+
+
+def layer_size(layer: LayerBlock, tensor: int = 1, expert: int = 1) -> LayerSize:
+    """The parameters of one layer on one of `tensor` x `expert` ranks."""
     params = layer.params().values()
-    split = sum(math.prod(param.shape) for param in params if param.cut is not None)
-    return split // tensor + sum(math.prod(param.shape) for param in params if param.cut is None)
+    experts = sum(param.size for param in params if param.is_expert) // (tensor * expert)
+    split = sum(param.size for param in params if param.cut is not None and not param.is_expert)
+    whole = sum(param.size for param in params if param.cut is None)
+    total = split // tensor + whole + experts
+    if not isinstance(layer.mlp, ExpertsBlock):
+        return LayerSize(total, 0, total)
+    routing = layer.mlp.routing
+    return LayerSize(total, experts, total - experts + expert * experts * routing.top_k // routing.experts)
 
 
 def layer_matrices(model: ModelConfig) -> int:
@@ -68,7 +136,7 @@ def matrices(model: ModelConfig) -> dict[str, tuple[int, int]]:
 
 
 def flops_per_token(model: ModelConfig, sequence_length: int) -> float:
-    """FLOPs to train on one token: 6 per parameter in a matrix product, and half of full attention (causal).
+    """FLOPs to train on one token: 6 per active parameter in a matrix product, and half of full attention (causal).
 
     The embedding is a lookup and costs nothing. The head is a matrix product, tied or not.
     """
@@ -76,10 +144,10 @@ def flops_per_token(model: ModelConfig, sequence_length: int) -> float:
 
 
 def layer_flops(model: ModelConfig, sequence_length: int) -> int:
-    """The mean FLOPs of a transformer layer in `flops_per_token`: windows differ between layers."""
+    """The mean FLOPs of a transformer layer in `flops_per_token`: windows and MLPs differ between layers."""
     return sum(layer.flops(sequence_length) for layer in model.blocks.layers) // model.layers
 
 
 def head_flops(model: ModelConfig) -> int:
     """The FLOPs of the final norm and the head in `flops_per_token`."""
-    return 6 * (parameters(model).final_norm + model.vocab * model.hidden)
+    return 6 * (end_parameters(model).final_norm + model.vocab * model.hidden)

@@ -16,6 +16,7 @@ def data_ranks(recipe: Recipe, world: int) -> int:
             where=recipe.where("parallel.replicate"),
             hint=f"choose a divisor of {data}",
         )
+    _refuse_experts(recipe, data)
     ramp, per_step = train.batch_ramp, train.micro_batch * data
     sizes = range(ramp.start, train.global_batch, ramp.increment) if ramp else ()
     for size in (*sizes, train.global_batch):
@@ -28,6 +29,18 @@ def data_ranks(recipe: Recipe, world: int) -> int:
             )
         _refuse_schedule(recipe, size // per_step)
     return data
+
+
+def _refuse_experts(recipe: Recipe, data: int) -> None:
+    """Raise `UserError` if the expert axis does not divide the ranks that it is a part of."""
+    parallel = recipe.parallel
+    ranks = data * parallel.context // (parallel.replicate if parallel.zero else 1)
+    if ranks % parallel.expert:
+        raise UserError(
+            f"parallel.expert = {parallel.expert} does not divide the {ranks} ranks that share the data",
+            where=recipe.where("parallel.expert"),
+            hint="choose a divisor of data x context / replicate, or another number of ranks",
+        )
 
 
 def _refuse_schedule(recipe: Recipe, micro_batches: int) -> None:

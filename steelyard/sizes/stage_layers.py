@@ -1,8 +1,8 @@
 """The default number of layers per pipeline stage, and the parameters of each stage.
 
-All layers of a model cost the same, so a partition is a number of layers per stage, and assigning one layer at a time
-to the stage with the least work is exact. The work of ranks is balanced first, because the slowest rank determines the
-step time, then the work of the stages of each rank, because they alternate with those of other ranks.
+All layers of a model count with their mean cost, so a partition is a number of layers per stage, and assigning one
+layer at a time to the stage with the least work is exact. The work of ranks is balanced first, because the slowest rank
+determines the step time, then the work of the stages of each rank, because they alternate with those of other ranks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,15 @@ from heapq import heapify, heapreplace
 
 from steelyard.core.recipe import Recipe
 from steelyard.core.recipe.parallel_section import Partition
-from steelyard.sizes.param_count import Parameters, head_flops, layer_flops, parameters
+from steelyard.sizes.param_count import (
+    LayerSize,
+    Parameters,
+    end_parameters,
+    head_flops,
+    layer_flops,
+    layer_sizes,
+    sum_layers,
+)
 
 
 def partition_of(recipe: Recipe) -> Partition:
@@ -66,17 +74,38 @@ def stage_flops(recipe: Recipe, stage: int, layers: int) -> int:
     return cost
 
 
-def stage_parameters(recipe: Recipe, stage: int, tensor: int = 1) -> Parameters:
-    """Parameters of a stage on one of `tensor` ranks, including padding of the vocabulary."""
-    return stages_parameters(recipe, tensor)[stage]
+def stage_parameters(recipe: Recipe, stage: int, tensor: int = 1, expert: int = 1) -> Parameters:
+    """Parameters of a stage on one of `tensor` x `expert` ranks, including padding of the vocabulary."""
+    return stages_parameters(recipe, tensor, expert)[stage]
 
 
-def stages_parameters(recipe: Recipe, tensor: int = 1) -> list[Parameters]:
+def stages_parameters(recipe: Recipe, tensor: int = 1, expert: int = 1) -> list[Parameters]:
     """Parameters of all stages. A tied head on another stage than the embedding is a second copy of the table."""
-    sizes, counts = parameters(recipe.model, tensor, padded=True), partition_of(recipe).counts
+    sizes, partition = end_parameters(recipe.model, tensor, padded=True), partition_of(recipe)
     table = recipe.model.padded_vocab * recipe.model.hidden // tensor
-    head = table if recipe.model.tied and len(counts) > 1 else sizes.head
-    stages = [Parameters(0, sizes.layer, layers, 0, 0) for layers in counts]
+    head = table if recipe.model.tied and partition.stages > 1 else sizes.head
+    layers = layer_sizes(recipe.model, tensor, expert)
+    stages = [sum_layers(_of_stage(layers, partition, stage)) for stage in range(partition.stages)]
     stages[0] = replace(stages[0], embedding=sizes.embedding)
     stages[-1] = replace(stages[-1], final_norm=sizes.final_norm, head=head)
     return stages
+
+
+def _of_stage(layers: list[LayerSize], partition: Partition, stage: int) -> list[LayerSize]:
+    """The layers of a stage.
+
+    `planning.partition` tries counts that are not a partition of the model, to find how many layers a rank has memory
+    for. All layers are the largest ones there.
+    """
+    if partition.total != len(layers):
+        return [max(layers)] * partition.counts[stage]
+    numbers = partition.layers_of(stage)
+    return layers[numbers.start : numbers.stop]
+
+
+def stages_layers(recipe: Recipe) -> list[range]:
+    """The numbers of the layers of each stage; beyond those of the model if the counts are not a partition of it."""
+    partition, layers = partition_of(recipe), recipe.model.layers
+    if partition.total != layers:
+        return [range(layers, layers + count) for count in partition.counts]
+    return [partition.layers_of(stage) for stage in range(partition.stages)]

@@ -7,6 +7,7 @@ be trained. `sizes.memory` predicts the memory of each rank.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,17 +22,20 @@ from steelyard.model import StageSpec
 from steelyard.sizes.gpu_catalogue import CATALOGUE, GIB, by_name
 from steelyard.sizes.memory import RESERVED, Memory, memory_of, micro_batches
 from steelyard.sizes.memory_hints import remedies
+from steelyard.sizes.param_count import described, parameters
 from steelyard.sizes.stage_layers import partition_of, stage_parameters
 
 
 @dataclass(frozen=True)
 class StageParams:
-    """One pipeline stage: its layers, and its parameters in total and on each tensor rank."""
+    """One pipeline stage: its layers, and its parameters in total and on each tensor and expert rank."""
 
     number: int
     pipeline_rank: int
     layers: range
     parameters: int
+    active: int
+    """Parameters that compute one token."""
     parameters_per_rank: int
 
 
@@ -112,22 +116,32 @@ def refuse_what_does_not_fit(plan: DryRun) -> None:
 
 
 def _stage(recipe: Recipe, partition: Partition, number: int) -> StageParams:
-    """The parameters of a stage. Only one layer is built: all layers are equal, and there may be thousands."""
-    layers = partition.layers_of(number)
+    """The parameters of a stage. One layer of each kind is built: most are equal, and there may be thousands."""
+    layers, blocks = partition.layers_of(number), recipe.model.blocks.layers
+    alike = Counter(blocks[layer] for layer in layers)
+    first = {blocks[layer]: layer for layer in reversed(layers)}
     with torch.device("meta"):
-        built = model.build(recipe.model, StageSpec(layers[:1], number == 0, number == recipe.parallel.stages - 1))
-    counted = sum(parameter.numel() for parameter in built.parameters())
-    counted += sum(parameter.numel() for parameter in built.layers.parameters()) * max(0, len(layers) - 1)
+        spec = StageSpec(range(0), number == 0, number == recipe.parallel.stages - 1)
+        counted = _size(model.build(recipe.model, spec))
+        for block, layer in first.items():
+            built = model.build(recipe.model, StageSpec(range(layer, layer + 1), False, False))
+            counted += alike[block] * _size(built.layers)
     expected = stage_parameters(recipe, number)
     if counted != expected.total:
         raise AssertionError(f"stage {number} has {counted} parameters, but steelyard.sizes counts {expected.total}")
+    parallel = recipe.parallel
     return StageParams(
         number=number,
-        pipeline_rank=number % recipe.parallel.pipeline,
+        pipeline_rank=number % parallel.pipeline,
         layers=layers,
         parameters=counted,
-        parameters_per_rank=stage_parameters(recipe, number, recipe.parallel.tensor).total,
+        active=expected.active,
+        parameters_per_rank=stage_parameters(recipe, number, parallel.tensor, parallel.expert).total,
     )
+
+
+def _size(module: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def as_result(plan: DryRun) -> dict[str, Any]:
@@ -138,6 +152,8 @@ def as_result(plan: DryRun) -> dict[str, Any]:
         "world": plan.world,
         "data": plan.world // parallel.model_ranks,
         "micro_batches": micro_batches(plan.recipe, plan.world),
+        "parameters": parameters(plan.recipe.model).total,
+        "active_parameters": parameters(plan.recipe.model).active,
         "partition": str(partition_of(plan.recipe)),
         "adapter": None if tune is None or tune.adapter is None else tune.adapter.model_dump(),
         "base_precision": None if tune is None else tune.base_precision,
@@ -147,6 +163,7 @@ def as_result(plan: DryRun) -> dict[str, Any]:
                 "pipeline_rank": stage.pipeline_rank,
                 "layers": len(stage.layers),
                 "parameters": stage.parameters,
+                "active_parameters": stage.active,
                 "parameters_per_rank": stage.parameters_per_rank,
             }
             for stage in plan.stages
@@ -168,11 +185,12 @@ def as_result(plan: DryRun) -> dict[str, Any]:
 
 def as_text(plan: DryRun) -> str:
     """The plan as text tables: stages and their parameters, then the memory of a rank by kind."""
-    stages = [["stage", "pipeline rank", "layers", "parameters", "on each rank"]]
+    has_experts = plan.recipe.model.blocks.has_experts
+    stages = [["stage", "pipeline rank", "layers", "parameters", *(["active"] if has_experts else []), "on each rank"]]
     for stage in plan.stages:
         layers = f"{stage.layers[0]}-{stage.layers[-1]}" if stage.layers else "none"
-        sizes = [units.count(stage.parameters), units.count(stage.parameters_per_rank)]
-        stages.append([str(stage.number), str(stage.pipeline_rank), layers, *sizes])
+        sizes = [stage.parameters, *([stage.active] if has_experts else []), stage.parameters_per_rank]
+        stages.append([str(stage.number), str(stage.pipeline_rank), layers, *map(units.count, sizes)])
     kinds = [["memory of a rank", *(f"pipeline rank {rank}" for rank in range(len(plan.memory)))]]
     for kind in plan.memory[0].by_kind():
         kinds.append([kind.replace("_", " "), *(units.size(memory.by_kind()[kind]) for memory in plan.memory)])
@@ -185,11 +203,12 @@ def as_text(plan: DryRun) -> str:
 def _heading(plan: DryRun) -> str:
     parallel, train = plan.recipe.parallel, plan.recipe.train
     mesh = {"tensor": parallel.tensor, "context": parallel.context, "pipeline": parallel.pipeline}
-    mesh["data"] = plan.world // parallel.model_ranks
+    mesh |= {"data": plan.world // parallel.model_ranks, "expert": parallel.expert}
+    experts = f", {described(plan.recipe.model)} parameters" if plan.recipe.model.blocks.has_experts else ""
     axes = " x ".join(f"{axis} {size}" for axis, size in mesh.items() if size > 1) or "no parallelism"
     return (
-        f"{plan.recipe.name} on {plan.world} rank{'s' if plan.world > 1 else ''}: {axes}, zero {parallel.zero}, "
-        f"{train.precision}, {micro_batches(plan.recipe, plan.world)} micro-batches of "
+        f"{plan.recipe.name}{experts} on {plan.world} rank{'s' if plan.world > 1 else ''}: {axes}, "
+        f"zero {parallel.zero}, {train.precision}, {micro_batches(plan.recipe, plan.world)} micro-batches of "
         f"{train.micro_batch} x {plan.recipe.data.sequence_length} tokens, recompute {parallel.recompute}"
         + _adapter(plan.recipe)
     )

@@ -22,7 +22,7 @@ from steelyard.core.recipe import Recipe
 from steelyard.core.run import Run, for_training, now, session
 from steelyard.parallel import mesh as meshes
 from steelyard.parallel.world import World, gather_errors, init_distributed, raise_on_all_ranks, run_on_rank0
-from steelyard.sizes.param_count import flops_per_token, parameters
+from steelyard.sizes.param_count import described, flops_per_token
 from steelyard.tokens.dataloader import Loader
 from steelyard.tokens.samples import Samples
 from steelyard.training import device as devices
@@ -335,10 +335,10 @@ class Trainer:
 
     def _summary(self) -> str:
         config, length = self.recipe.model, self.recipe.data.sequence_length
-        size = units.count(parameters(config).total)
         ranks = f"{self.world.size} ranks, " if self.world.size > 1 else ""
         return (
-            f"{config.family} with {size} parameters, {flops_per_token(config, length) / 1e9:.3g} GFLOP per token, "
+            f"{config.family} with {described(config)} parameters, "
+            f"{flops_per_token(config, length) / 1e9:.3g} GFLOP per token, "
             f"{self.recipe.train.steps} steps on {ranks}{self.device.type}"
         )
 

@@ -195,7 +195,7 @@ def test_the_engine_itself_does_not_compute_a_layers_last_product_again():
             self.mlp = nn.Sequential(nn.Linear(3, 5, bias=False), nn.GELU(), nn.Linear(5, 7, bias=False))
 
         def compute(self, x_BLD, context):
-            return self.mlp(x_BLD)
+            return self.mlp(x_BLD), None
 
     layer = Layer()
     _wrap(layer, selective=False)

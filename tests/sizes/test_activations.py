@@ -11,7 +11,8 @@ import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from steelyard import model
-from steelyard.core.recipe import load_recipe
+from steelyard.core.recipe import Recipe, load_recipe
+from steelyard.core.recipe.blocks import ExpertsBlock
 from steelyard.model.transformer import LayerInputs
 from steelyard.parallel.activation_checkpoint import _policy
 from steelyard.sizes import activations
@@ -30,6 +31,27 @@ FAMILIES = {
     "llama": ("llama3.2-1b", LLAMA),
     "grouped": ("llama3.2-1b", [*LLAMA, "model.kv_heads=2"]),
 }
+MOE = {
+    "name": "moe",
+    "model": {
+        "family": "mixtral", "layers": LAYERS, "hidden": 256, "heads": 8, "ffn": 640, "vocab": 128, "experts": 8,
+        "expert_ffn": 192, "experts_per_token": 2,
+    },
+    "data": {"sequence_length": LENGTH},
+    "train": {"micro_batch": 2, "global_batch": 2},
+}  # fmt: skip
+EXPERTS = {
+    "experts": {},
+    "many experts": {"experts": 64, "experts_per_token": 6, "expert_ffn": 96},
+    "shared expert": {"shared_ffn": 320, "router_score": "sigmoid", "router_bias_rate": 0.001},
+    "dense layers": {"dense_layers": [0, 2]},
+}
+
+
+def moe_recipe(kind, **sections):
+    values = MOE | {"model": MOE["model"] | EXPERTS[kind]}
+    return Recipe.model_validate({name: values.get(name, {}) | sections.get(name, {}) for name in {**values, **sections}
+                                  if name != "name"} | {"name": "moe"})  # fmt: skip
 
 
 def recipe_of(family, *overrides):
@@ -75,7 +97,7 @@ class Layers:
 
 def copies_of_weights(recipe, layers):
     each = working_bytes(recipe)
-    return 0 if each == 4 else each * layers * parameters(recipe.model).layer
+    return 0 if each == 4 else each * parameters(recipe.model).all_layers * layers // LAYERS
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -93,7 +115,28 @@ def test_layers_keep_what_autograd_keeps(device, family, precision, recompute):
     predicted = BATCH * LENGTH * per_token + copies_of_weights(recipe, whole)
     assert Layers(recipe, device).bytes_kept(LAYERS - whole) == pytest.approx(predicted, rel=0.01)
     if device == "cuda":
-        assert activations.per_token(recipe).stage(LAYERS) == per_token
+        assert activations.per_token(recipe).stage(range(LAYERS)) == per_token
+
+
+@pytest.mark.parametrize("kind", EXPERTS)
+@pytest.mark.parametrize("precision", TYPES)
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_layers_with_experts_keep_what_autograd_keeps(kind, precision, recompute):
+    train = {"precision": precision, "compile": False}
+    recipe = moe_recipe(kind, train=train, parallel={"recompute": recompute})
+    whole = activations.layers_kept(recipe, LAYERS)
+    kept = [activations.layer(recipe, fused_norm=False, number=number) for number in range(whole)]
+    kept += [activations.full_layer(recipe)] * (LAYERS - whole)
+    routers = expert_router_bytes(recipe) if whole else 0
+    predicted = BATCH * LENGTH * sum(kept) + copies_of_weights(recipe, whole) - routers
+    assert Layers(recipe).bytes_kept(LAYERS - whole) == pytest.approx(predicted, rel=0.01)
+
+
+def expert_router_bytes(recipe):
+    """Routers compute in fp32 and need no copy of their weights in 16 bits."""
+    layers = [layer.mlp for layer in recipe.model.blocks.layers if isinstance(layer.mlp, ExpertsBlock)]
+    each = working_bytes(recipe)
+    return 0 if each == 4 else sum(each * layer.routing.experts * layer.hidden for layer in layers)
 
 
 @pytest.mark.slow
@@ -112,6 +155,23 @@ def test_compiled_layers_keep_less(device, family):
 @pytest.mark.parametrize("precision", TYPES)
 def test_selective_layers_keep_products_attention_and_their_input(family, precision):
     recipe = recipe_of(family, f"train.precision={precision}", "parallel.recompute=selective", "train.compile=false")
+    assert selective_bytes(recipe) == pytest.approx(predicted_stage(recipe), rel=0.01)
+
+
+@pytest.mark.parametrize("kind", EXPERTS)
+@pytest.mark.parametrize("precision", TYPES)
+def test_selective_layers_with_experts_keep_the_outputs_of_all_experts(kind, precision):
+    train, parallel = {"precision": precision, "compile": False}, {"recompute": "selective"}
+    recipe = moe_recipe(kind, train=train, parallel=parallel)
+    assert selective_bytes(recipe) == pytest.approx(predicted_stage(recipe), rel=0.01)
+
+
+def predicted_stage(recipe):
+    return BATCH * LENGTH * activations.per_token(recipe).stage(range(LAYERS))
+
+
+def selective_bytes(recipe):
+    """Bytes of the storages that selective recomputation keeps."""
     caches = []
 
     def contexts():
@@ -129,8 +189,7 @@ def test_selective_layers_keep_products_attention_and_their_input(family, precis
         tensor = getattr(output, "val", output)
         if isinstance(tensor, torch.Tensor):
             kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
-    measured = sum(storage.nbytes() for storage in kept.values())
-    assert measured == pytest.approx(BATCH * LENGTH * activations.per_token(recipe).stage(LAYERS), rel=0.01)
+    return sum(storage.nbytes() for storage in kept.values())
 
 
 def test_dropout_keeps_its_choice():

@@ -1,7 +1,7 @@
 import pytest
 
 from steelyard.core.errors import UserError
-from steelyard.core.recipe import load_recipe
+from steelyard.core.recipe import Recipe, load_recipe
 from steelyard.sizes import activations
 from steelyard.sizes.memory import memory_of
 from steelyard.sizes.memory_hints import remedies
@@ -138,3 +138,38 @@ def test_remedies_fit_or_help_most():
 def test_a_world_that_the_plan_cannot_fill_is_refused(world, overrides, message):
     with pytest.raises(UserError, match=message):
         data_ranks(load_recipe("llama3.1-70b", overrides), world)
+
+
+def moe_memory(world, **parallel):
+    sizes = {"layers": 4, "hidden": 512, "heads": 8, "ffn": 1024, "vocab": 1024, "experts": 8}
+    train = {"global_batch": 16, "micro_batch": 1, "precision": "bf16"}
+    values = {"name": "moe", "model": {"family": "mixtral", **sizes}, "data": {"sequence_length": 256}, "train": train}
+    recipe = Recipe.model_validate(values | {"parallel": parallel})
+    return stage_parameters(recipe, 0, 1, recipe.parallel.expert), memory_of(recipe, world)[0]
+
+
+def test_experts_are_sharded_over_the_ranks_that_hold_the_same_ones():
+    for zero, shards, expert_shards in ((0, 1, 1), (1, 8, 4), (3, 8, 4)):
+        size, held = moe_memory(8, expert=2, zero=zero)
+        assert held.weights == 4 * ((size.total - size.experts) // shards + size.experts // expert_shards)
+        assert held.optimizer == 2 * held.weights
+    whole, split = moe_memory(8, zero=0)[1], moe_memory(8, expert=8, zero=0)[1]
+    assert split.total < whole.total / 2
+
+
+def test_zero_shards_experts_as_finely_with_and_without_expert_ranks():
+    whole, split = moe_memory(8, zero=2)[1], moe_memory(8, expert=4, zero=2)[1]
+    assert split.weights == whole.weights
+    assert split.optimizer == whole.optimizer
+    assert split.working_copies < whole.working_copies
+
+
+def test_experts_of_one_rank_alone_are_not_reduced():
+    size, alone = moe_memory(4, expert=4, zero=1)
+    others = size.total - size.experts
+    assert alone.gradients == 4 * (others + others // 4 + size.experts)
+
+
+def test_expert_ranks_must_divide_the_ranks_that_share_the_data():
+    with pytest.raises(UserError, match="expert = 4 does not divide the 2 ranks"):
+        moe_memory(2, expert=4)

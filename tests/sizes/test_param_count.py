@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from steelyard import model
-from steelyard.core.recipe import load_recipe
-from steelyard.sizes.param_count import flops_per_token, parameters
+from steelyard.core.recipe import Recipe, load_recipe
+from steelyard.sizes.param_count import described, flops_per_token, parameters
 
 PUBLISHED = {
     "gpt2-small": 124_439_808,
@@ -56,3 +56,51 @@ def test_flops_are_six_per_parameter_and_half_of_full_attention():
     shape = load_recipe("llama3.2-1b").model
     # 6N plus 12 x layers x hidden x length, halved for causal masks: the figure behind the usual MFU.
     assert flops_per_token(shape, 4096) == 6 * PUBLISHED["llama3.2-1b"] + 6 * 16 * 2048 * 4096
+
+
+def with_experts(family, **more):
+    return Recipe.model_validate({"name": "moe", "model": {"family": family, **more}}).model
+
+
+def qwen3_30b():
+    return with_experts(
+        "qwen3-moe", layers=48, hidden=2048, heads=32, kv_heads=4, head_dim=128, ffn=6144, experts=128,
+        experts_per_token=8, expert_ffn=768, vocab=151936, tied=False,
+    )  # fmt: skip
+
+
+def mixtral_8x7b():
+    return with_experts(
+        "mixtral", layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, experts=8, vocab=32000, tied=False
+    )
+
+
+def test_experts_count_in_total_and_the_chosen_ones_as_active():
+    assert described(qwen3_30b()) == "30.5B (3.35B active)"
+    assert described(mixtral_8x7b()) == "46.7B (12.9B active)"
+    dense = parameters(load_recipe("llama3.2-1b").model)
+    assert dense.active == dense.total
+
+
+def test_flops_are_those_of_active_parameters():
+    shape = mixtral_8x7b()
+    active = parameters(shape).active - shape.vocab * shape.hidden  # The embedding is a lookup.
+    assert flops_per_token(shape, 4096) == 6 * active + 6 * 32 * 4096 * 4096
+
+
+@pytest.mark.parametrize("dense", [[], [0], [1, 4]])
+def test_layers_that_differ_are_counted_one_by_one(dense):
+    shape = with_experts(
+        "qwen3-moe", layers=5, hidden=64, heads=4, head_dim=16, ffn=160, vocab=128, experts=8, experts_per_token=2,
+        expert_ffn=32, shared_ffn=48, router_bias_rate=0.001, dense_layers=dense, vocab_multiple=1,
+    )  # fmt: skip
+    with torch.device("meta"):
+        built = model.build(shape)
+    assert parameters(shape).total == sum(parameter.numel() for parameter in built.parameters())
+
+
+def test_expert_ranks_divide_experts_and_nothing_else():
+    whole, part = parameters(qwen3_30b()), parameters(qwen3_30b(), expert=8)
+    assert part.experts * 8 == whole.experts == 48 * 128 * 3 * 2048 * 768
+    assert part.total - part.experts == whole.total - whole.experts
+    assert part.active == whole.active

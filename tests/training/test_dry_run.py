@@ -1,7 +1,7 @@
 import pytest
 
 from steelyard.core.errors import RuntimeFailure, UserError
-from steelyard.core.recipe import load_recipe
+from steelyard.core.recipe import Recipe, load_recipe
 from steelyard.sizes.param_count import parameters
 from steelyard.training.dry_run import as_result, as_text, dry_run, refuse_what_does_not_fit
 
@@ -14,6 +14,25 @@ def test_stages_of_meta_tensors_are_counted_as_sizes_counts_them(name, pipeline)
     second_table = recipe.model.vocab * recipe.model.hidden if recipe.model.tied and pipeline > 1 else 0
     assert sum(stage.parameters for stage in plan.stages) == parameters(recipe.model).total + second_table
     assert sum(len(stage.layers) for stage in plan.stages) == recipe.model.layers
+
+
+@pytest.mark.parametrize("pipeline", [1, 2, 4])
+@pytest.mark.parametrize("dense", [[], [0, 3]])
+def test_stages_with_experts_are_counted_in_total_active_and_on_each_rank(pipeline, dense):
+    model = {
+        "family": "mixtral", "layers": 5, "hidden": 64, "heads": 4, "ffn": 96, "vocab": 128, "experts": 4,
+        "dense_layers": dense, "shared_ffn": 32, "router_bias_rate": 0.001,
+    }  # fmt: skip
+    train, parallel = {"global_batch": 8, "device": "cpu"}, {"expert": 2, "pipeline": pipeline}
+    plan = dry_run(Recipe.model_validate({"name": "moe", "model": model, "train": train, "parallel": parallel}))
+    assert plan.world == 2 * pipeline  # The smallest that two expert ranks divide.
+    size, experts = parameters(plan.recipe.model), (5 - len(dense)) * 4 * 3 * 64 * 96
+    stages = plan.stages
+    assert sum(stage.parameters for stage in stages) == size.total
+    assert sum(stage.active for stage in stages) == size.total - experts // 2
+    assert sum(stage.parameters - stage.parameters_per_rank for stage in stages) == experts // 2
+    assert "active) parameters on" in as_text(plan)
+    assert as_result(plan)["active_parameters"] == size.active
 
 
 def test_a_70b_is_counted_without_its_weights():

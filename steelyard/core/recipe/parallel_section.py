@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import gcd
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, PlainSerializer, PlainValidator, PositiveFloat
@@ -95,7 +96,12 @@ class ParallelSection(Section):
     @property
     def least_world(self) -> int:
         """The smallest world size for this layout."""
-        return self.model_ranks * (self.data or 1)
+        return self.model_ranks * (self.data or self._least_data)
+
+    @property
+    def _least_data(self) -> int:
+        """The smallest data-parallel size that the expert axis divides."""
+        return self.expert // gcd(self.expert, self.context) * (self.replicate if self.zero and self.expert > 1 else 1)
 
     def data_for(self, world: int) -> int:
         """Data-parallel size for a world size."""
