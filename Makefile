@@ -44,8 +44,9 @@ PYTEST := $(BIN)/pytest -n 2
 test: lint
 	$(PYTEST) -m "not slow and not cluster"
 
+# TESTS=--last-failed runs only what failed.
 test-all: lint
-	$(PYTEST) -m "not cluster"
+	$(PYTEST) -m "not cluster" $(TESTS)
 
 # Its own cache, since CI runs it beside test-all; CLUSTER_TESTS=--last-failed runs only what failed.
 test-cluster: setup

@@ -50,6 +50,7 @@ def difference(preset: str) -> float:
 
 
 def main() -> None:
+    """Compare the presets of the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="*", default=PRESETS)
     for preset in parser.parse_args().only:

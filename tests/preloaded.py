@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import gc
 import importlib
 import importlib.util
@@ -27,6 +28,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import traceback
 import warnings
 import weakref
@@ -62,6 +64,9 @@ def run(
     with Popen(command, **options) as process:
         try:
             out, err = process.communicate(input, timeout=timeout)
+        except subprocess.TimeoutExpired as error:
+            error.add_note(_stacks(process))
+            raise
         except BaseException:
             process.kill()
             raise
@@ -69,6 +74,28 @@ def run(
     if check:
         done.check_returncode()
     return done
+
+
+def _stacks(process: subprocess.Popen) -> str:
+    """End a process that did not end in time; returns the stacks of its threads and of its children's."""
+    for number in [process.pid, *_descendants(process.pid)]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(number, signal.SIGQUIT)  # The handler of faulthandler, see `_take_over`.
+    time.sleep(1)
+    process.kill()
+    try:
+        _, complaints = process.communicate(timeout=20)
+    except (subprocess.TimeoutExpired, ValueError):
+        return "no stacks: a child holds the streams"
+    return complaints.decode(errors="replace") if isinstance(complaints, bytes) else complaints or ""
+
+
+def _descendants(process: int) -> list[int]:
+    try:
+        children = [int(each) for each in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+    except OSError:
+        return []
+    return children + [each for child in children for each in _descendants(child)]
 
 
 def python_arguments(command: Any, env: Mapping[str, str] | None) -> list[str] | None:
@@ -259,6 +286,7 @@ def _take_over(request: dict[str, Any], streams: Sequence[int], pass_fds: Sequen
             signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    faulthandler.register(signal.SIGQUIT, file=2)
     # What the process before the fork wants done at its end is not this one's to do.
     atexit._clear()
     weakref.finalize._registry.clear()

@@ -34,7 +34,7 @@ FILES = {
     "guide-slurm.md": ["planned.toml", "cluster.toml", "sites.toml"],
     "guide-tune.md": ["layout.toml", "script.toml"],
 }
-READERS = {"my.toml", "my-recipe.toml", "studies/llama3.1-8b/best.toml", "script.toml"}
+READERS = {"my.toml", "runs/experts/recipe.toml", "my-recipe.toml", "studies/llama3.1-8b/best.toml", "script.toml"}
 SIZED = ("train", "tune", "submit")
 LOOKED_AT = 100  # points of a search space
 

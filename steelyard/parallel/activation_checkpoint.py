@@ -22,6 +22,7 @@ COSTLY = {
     aten.addmm.default,
     aten.bmm.default,
     aten._scaled_mm.default,
+    aten._grouped_mm.default,
     aten._scaled_dot_product_flash_attention.default,
     aten._flash_attention_forward.default,
     varlen_attn.default,
