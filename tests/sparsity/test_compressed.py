@@ -108,8 +108,8 @@ def test_maps_that_keep_their_weights_compressed_compute_the_same(name):
     kinds = [type(module) for module in sparse.modules()]
     assert kinds.count(sparse_linear.SparseLinear) == len(source.compressed)
     tokens = torch.arange(24).view(2, 12)
-    with torch.inference_mode():
-        assert torch.equal(sparse(tokens), dense(tokens))
+    with torch.inference_mode():  # A product's rounding may depend on where its weight lies in memory (ARM).
+        torch.testing.assert_close(sparse(tokens), dense(tokens), rtol=1e-5, atol=1e-5)
 
 
 def test_compressed_maps_hold_half_of_the_weights_and_run_compiled():
