@@ -18,7 +18,10 @@ from steelyard.observe.run_state import RunState
 from steelyard.observe.verdict import exit_code, has_ended, judge, seconds_left
 
 SHOWN_LINES, SHOWN_POINTS, LONGEST_LINE = 6, 200, 2000
-SPEED = ("loss", "grad_norm", "learning_rate", "tokens_per_second", "seconds", "tflops", "mfu", "peak_memory", "tokens")
+SPEED = (
+    "loss", "grad_norm", "learning_rate", "tokens_per_second", "seconds", "tflops", "mfu", "peak_memory", "tokens",
+    "expert_load", "experts_dropped", "router_entropy",
+)  # fmt: skip
 
 
 def summary(state: RunState) -> dict[str, Any]:

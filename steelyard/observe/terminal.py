@@ -138,6 +138,8 @@ def progress_line(seen: dict[str, Any]) -> str:
         fields.append(f"{units.count(now['tokens_per_second'])} tokens/s")
     if now.get("mfu") is not None:
         fields.append(f"MFU {now['mfu']:.3f}")
+    if now.get("expert_load") is not None:
+        fields.append(f"expert_load {now['expert_load']:.2f}")
     if now.get("peak_memory") is not None:
         fields.append(f"peak memory {units.size(now['peak_memory'])}")
     if slowest := seen["slowest"]:

@@ -72,6 +72,9 @@ function facts(run) {
   if ("grad_norm" in now) all.push(["gradient norm", number(now.grad_norm, 3)]);
   if (now.learning_rate) all.push(["learning rate", now.learning_rate.toExponential(2)]);
   if (now.mfu) all.push(["MFU", number(now.mfu, 3)]);
+  if (now.expert_load) all.push(["expert load, max/mean", number(now.expert_load, 3)]);
+  if (now.router_entropy) all.push(["router entropy", number(now.router_entropy, 3)]);
+  if (now.experts_dropped) all.push(["dropped tokens", `${number(100 * now.experts_dropped, 3)} %`]);
   if (now.peak_memory) all.push(["peak memory", size(now.peak_memory)]);
   if (run.slowest) all.push(["slowest rank", `${run.slowest.slowest}: ${number(1000 * run.slowest.seconds, 3)} ms, others ${number(1000 * run.slowest.median, 3)} ms`]);
   if (run.disk) all.push(["disk left", size(run.disk.free)]);
