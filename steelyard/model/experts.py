@@ -23,6 +23,8 @@ from steelyard.model.mlp import Mlp, activated
 TOKENS, DROPPED, ENTROPY, AUX = range(-4, 0)
 """Where `RouterOutput.stats` has the tokens, the dropped slots, the summed entropy and the summed losses."""
 
+TINY = 1e-20  # Sigmoids can all be zero.
+
 
 class RouterOutput(NamedTuple):
     """What a layer with experts returns beside its output."""
@@ -64,8 +66,8 @@ class Router(nn.Module):
         experts_TK = by_TX.topk(routing.top_k, dim=-1).indices
         weights_TK = scores_TX.gather(1, experts_TK)
         if routing.normalizes:
-            weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
-        shares_TX = scores_TX if routing.score == "softmax" else scores_TX / scores_TX.sum(-1, keepdim=True)
+            weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + TINY)
+        shares_TX = scores_TX if routing.score == "softmax" else scores_TX / (scores_TX.sum(-1, keepdim=True) + TINY)
         return Choice(experts_TK, weights_TK * routing.scale, logits_TX, shares_TX)
 
 
@@ -88,10 +90,10 @@ def sorted_slots(experts_TK: Tensor, experts: int) -> Slots:
 
 
 def grouped_linear(x_SD: Tensor, weight_XFD: Tensor, counts_X: Tensor) -> Tensor:
-    """The product of each slot with the matrix of its expert. Slots are sorted; those after the counts give zeros."""
+    """The product of each slot with the matrix of its expert. Slots are sorted; rows after the counts are arbitrary."""
     weight_XFD = weight_XFD.to(x_SD.dtype)
     is_aligned = weight_XFD.shape[1] % 8 == 0 and weight_XFD.shape[2] % 8 == 0  # rows of 16 bytes
-    if x_SD.is_cuda and x_SD.dtype == torch.bfloat16 and is_aligned:
+    if x_SD.is_cuda and x_SD.dtype == torch.bfloat16 and is_aligned and len(x_SD):
         return grouped_mm(x_SD, weight_XFD, counts_X)
     counts = counts_X.tolist()
     parts = x_SD.split([*counts, len(x_SD) - sum(counts)])
@@ -100,12 +102,12 @@ def grouped_linear(x_SD: Tensor, weight_XFD: Tensor, counts_X: Tensor) -> Tensor
 
 
 def grouped_mm(x_SD: Tensor, weight_XFD: Tensor, counts_X: Tensor) -> Tensor:
-    """The same product by PyTorch's kernel, which reads the counts on the device."""
+    """The same product by PyTorch's kernel, which reads the counts on the device.
+
+    The kernel writes no rows after the last group, neither of the product nor of its gradient.
+    """
     ends_X = counts_X.cumsum(0).to(torch.int32)
-    product_SF = F.grouped_mm(x_SD, weight_XFD.transpose(-2, -1), offs=ends_X)
-    # The kernel does not write rows after the last group.
-    is_computed_S = torch.arange(len(x_SD), device=x_SD.device) < ends_X[-1]
-    return product_SF.where(is_computed_S[:, None], 0)
+    return F.grouped_mm(x_SD, weight_XFD.transpose(-2, -1), offs=ends_X)
 
 
 class ExpertLinear(nn.Module):
@@ -168,16 +170,23 @@ class Experts(nn.Module):
         choice = self.router(x_TD)
         experts_TK = choice.experts_TK
         counts_BX = _counts_by_row(experts_TK.view(len(x_BLD), -1), routing.experts)
-        if routing.capacity is not None:
+        drops = routing.capacity is not None and self.training
+        if drops:
+            assert routing.capacity is not None
             limit = -(-routing.capacity * x_BLD.shape[1] * routing.top_k // routing.experts)
             experts_TK = _within_capacity(experts_TK, len(x_BLD), routing.experts, int(limit))
         slots = sorted_slots(experts_TK, routing.experts)
         x_SD = gathered(x_TD, slots, routing.top_k)
+        is_kept_S1 = (torch.arange(len(x_SD), device=x_SD.device) < slots.counts_X.sum())[:, None] if drops else None
+        if is_kept_S1 is not None:  # The gradient of dropped slots is arbitrary; this sets it to zero.
+            x_SD = x_SD.where(is_kept_S1, 0)
         y_SD = (
             self.experts(x_SD, slots.counts_X)
             if self.exchange is None
             else self.exchange(self.experts, x_SD, slots.counts_X)
         )
+        if is_kept_S1 is not None:
+            y_SD = y_SD.where(is_kept_S1, 0)
         y_TKD = permuted(y_SD, slots).view(*experts_TK.shape, -1)
         output_TD = (y_TKD.float() * choice.weights_TK[..., None]).sum(1).to(x_TD.dtype)
         if self.shared is not None:

@@ -142,8 +142,9 @@ def cross_entropy(
         logits_NV, labels_N, real_rows, vocabulary
     )
     grad_NV = powers_NV / sums_N[:, None]
-    if z_loss:
-        grad_NV = grad_NV * (1 + 2 * z_loss * (sums_N.log() + largest_N))[:, None]
+    if z_loss:  # Its weight is positive where that of the loss is negative, as in DPO.
+        sign_N = 1 if weights_N is None else weights_N.sign()
+        grad_NV = grad_NV * (1 + 2 * z_loss * sign_N * (sums_N.log() + largest_N))[:, None]
     grad_NV.scatter_add_(1, local_N[:, None], -is_local_N[:, None].to(grad_NV.dtype))
     if weights_N is not None:
         losses_N = losses_N * weights_N

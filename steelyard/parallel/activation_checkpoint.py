@@ -1,7 +1,8 @@
 """Activation checkpointing: recompute activations in the backward pass instead of keeping them.
 
 `full` keeps only the input of a layer. `selective` keeps the outputs of matrix products, attention and collectives,
-which are expensive, and recomputes the rest, which is cheap. A number N applies `full` to N layers of each stage.
+which are expensive, and recomputes the rest, which is cheap; the all-to-alls of experts run again. A number N applies
+`full` to N layers of each stage.
 """
 
 from __future__ import annotations

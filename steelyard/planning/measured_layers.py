@@ -24,6 +24,7 @@ from steelyard.planning import communication, compute
 from steelyard.planning.cluster import Cluster, Nodes
 from steelyard.planning.compute import LayerDims, Pass, Work
 from steelyard.sizes.gpu_catalogue import Gpu
+from steelyard.sizes.param_count import expert_keys
 
 
 class MeasuredLayer(Section):
@@ -46,6 +47,10 @@ class Profile(Section):
     heads: PositiveInt | None = None
     kv_heads: PositiveInt | None = None
     ffn: PositiveInt | None = None
+    experts: PositiveInt | None = None
+    experts_per_token: PositiveInt | None = None
+    expert_ffn: PositiveInt | None = None
+    shared_ffn: PositiveInt | None = None
     sequence_length: PositiveInt
     date: str
     versions: dict[str, str]
@@ -132,6 +137,7 @@ def refuse_another(profile: Profile, recipe: Recipe, path: str | Path, cluster: 
         "kv_heads": getattr(model, "kv_heads", model.heads),
     }
     mine |= {key: value for key, value in optional.items() if getattr(profile, key) is not None}
+    mine |= expert_keys(model)
     for key, value in mine.items():
         if getattr(profile, key) != value:
             raise UserError(

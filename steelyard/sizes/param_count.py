@@ -135,6 +135,12 @@ def matrices(model: ModelConfig) -> dict[str, tuple[int, int]]:
     return model.blocks.layers[0].matrices()
 
 
+def expert_keys(model: ModelConfig) -> dict[str, int]:
+    """The sizes of a model's experts; empty for a dense one."""
+    keys = ("experts", "experts_per_token", "expert_ffn", "shared_ffn")
+    return {key: value for key in keys if (value := getattr(model, key, None)) is not None}
+
+
 def flops_per_token(model: ModelConfig, sequence_length: int) -> float:
     """FLOPs to train on one token: 6 per active parameter in a matrix product, and half of full attention (causal).
 

@@ -58,7 +58,7 @@ class Engine:
         """The losses of the last step's micro-batches that this rank computes."""
         self.gradients = Gradients(self.parts, mesh, device)
         self.optimizer = Optimizer(self.parts, recipe.optim, recipe.optim.offload, extension.param_group_options)
-        self.balance = ExpertBalance(recipe.model.blocks, self.assembly.stages, mesh, device)
+        self.balance = ExpertBalance(recipe, self.assembly.stages, mesh, device)
         extension.assembled(self.assembly.stages, self.parts, mesh)
 
     def initialise(self) -> None:

@@ -6,7 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from steelyard.core.recipe.blocks import ExpertsBlock, ModelBlocks
+from steelyard.core.recipe import Recipe
+from steelyard.core.recipe.blocks import ExpertsBlock
 from steelyard.model import LanguageModel
 from steelyard.model.experts import AUX, DROPPED, ENTROPY, TOKENS, Experts
 from steelyard.parallel.mesh import Mesh
@@ -15,8 +16,10 @@ from steelyard.parallel.mesh import Mesh
 class ExpertBalance:
     """The layers with experts on this rank; none in a dense model."""
 
-    def __init__(self, blocks: ModelBlocks, stages: dict[int, LanguageModel], mesh: Mesh, device: torch.device) -> None:
-        self.blocks, self.mesh, self.device = blocks, mesh, device
+    def __init__(self, recipe: Recipe, stages: dict[int, LanguageModel], mesh: Mesh, device: torch.device) -> None:
+        self.blocks, self.mesh, self.device = recipe.model.blocks, mesh, device
+        # Fine-tuning keeps the balance of the base: most of its tokens may be padding, which has one favourite expert.
+        self.is_active = recipe.finetune is None
         self.experts = {
             int(number): layer.mlp
             for stage in stages.values()
@@ -28,13 +31,13 @@ class ExpertBalance:
         """Start a step of `tokens` tokens on all ranks. Every tensor rank computes the whole loss of a router."""
         for experts in self.experts.values():
             experts.stats.zero_()
-            experts.loss_scale.fill_(loss_scale / tokens / self.mesh.tensor.size)
+            experts.loss_scale.fill_(loss_scale / tokens / self.mesh.tensor.size if self.is_active else 0.0)
 
     def finish(self, skipped: Tensor) -> None:
         """Move each bias against the load of its expert in this step. A frozen router keeps its bias."""
         trained = [experts for experts in self.experts.values() if experts.router.weight.requires_grad]
         balanced = [experts for experts in trained if experts.router.balance is not None]
-        if not balanced:
+        if not balanced or not self.is_active:
             return
         load = torch.stack([experts.stats[:TOKENS] for experts in balanced])
         for axis in (self.mesh.data, self.mesh.context):

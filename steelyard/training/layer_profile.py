@@ -20,12 +20,13 @@ import steelyard
 from steelyard import model as models
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
-from steelyard.core.recipe.blocks import LayerBlock
+from steelyard.core.recipe.blocks import ExpertsBlock, LayerBlock
 from steelyard.core.run import now
 from steelyard.model import StageSpec
 from steelyard.model.transformer import TransformerLayer
 from steelyard.parallel.parallelize import COMPILING
 from steelyard.sizes.gpu_catalogue import by_device_name
+from steelyard.sizes.param_count import expert_keys
 from steelyard.training import bandwidth_probe
 from steelyard.training import device as devices
 
@@ -38,7 +39,7 @@ def measure(recipe: Recipe, tensors: list[int], micro_batches: list[int], with_l
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     known = by_device_name(name)
     for tensor in tensors:  # Fail before anything is measured.
-        cut(recipe.model.blocks.layers[0], tensor)
+        cut(measured_block(recipe), tensor)
     layers = [
         {"tensor": tensor, "micro_batch": micro_batch, **_layer(recipe, device, tensor, micro_batch)}
         for tensor in tensors
@@ -56,6 +57,7 @@ def measure(recipe: Recipe, tensors: list[int], micro_batches: list[int], with_l
         "heads": recipe.model.heads,
         "kv_heads": getattr(recipe.model, "kv_heads", recipe.model.heads),
         "ffn": recipe.model.ffn,
+        **expert_keys(recipe.model),
         "sequence_length": recipe.data.sequence_length,
         "date": now(),
         "versions": {
@@ -67,16 +69,25 @@ def measure(recipe: Recipe, tensors: list[int], micro_batches: list[int], with_l
     }  # fmt: skip
 
 
+def measured_block(recipe: Recipe) -> LayerBlock:
+    """The layer that is measured: the first with experts, otherwise the first."""
+    layers = recipe.model.blocks.layers
+    return next((layer for layer in layers if isinstance(layer.mlp, ExpertsBlock)), layers[0])
+
+
 def cut(layer: LayerBlock, tensor: int) -> LayerBlock:
     """A layer with the widths of a tensor rank."""
     attention, mlp = layer.attention, layer.mlp
-    if attention.heads % tensor or attention.kv_heads % tensor or mlp.ffn % tensor:
+    shared = (mlp.shared_ffn or 0) if isinstance(mlp, ExpertsBlock) else 0
+    if attention.heads % tensor or attention.kv_heads % tensor or mlp.ffn % tensor or shared % tensor:
         raise UserError(
             f"model.heads = {attention.heads}, its key-value heads or model.ffn = {mlp.ffn} "
             f"is not divisible by {tensor} tensor ranks",
             hint="measure other --tensor degrees; the planner scales from the nearest",
         )
     attention = replace(attention, heads=attention.heads // tensor, kv_heads=attention.kv_heads // tensor)
+    if isinstance(mlp, ExpertsBlock) and mlp.shared_ffn is not None:
+        mlp = replace(mlp, shared_ffn=mlp.shared_ffn // tensor)
     return replace(layer, attention=attention, mlp=replace(mlp, ffn=mlp.ffn // tensor))
 
 
@@ -84,7 +95,7 @@ def _layer(recipe: Recipe, device: torch.device, tensor: int, micro_batch: int) 
     """Seconds of a layer's forward and backward pass."""
     dtype = devices.DTYPES[recipe.train.precision]
     built = models.build(recipe.model, StageSpec(range(1), first=False, last=False))
-    built.layers["0"] = TransformerLayer(cut(recipe.model.blocks.layers[0], tensor), 0.0, 0.0)
+    built.layers["0"] = TransformerLayer(cut(measured_block(recipe), tensor), 0.0, 0.0)
     built = built.to(device)
     built.dtype = dtype
     for parameter in built.parameters():

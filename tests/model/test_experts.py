@@ -5,7 +5,16 @@ import torch
 from torch.nn import functional as F
 
 from steelyard.core.recipe.blocks import ExpertsBlock, Routing
-from steelyard.model.experts import DROPPED, ENTROPY, TOKENS, Experts, grouped_linear, grouped_mm, with_router_loss
+from steelyard.model.experts import (
+    DROPPED,
+    ENTROPY,
+    TOKENS,
+    ExpertLinear,
+    Experts,
+    grouped_linear,
+    grouped_mm,
+    with_router_loss,
+)
 
 ROWS, LENGTH, HIDDEN, WIDTH, EXPERTS, TOP = 2, 12, 16, 8, 6, 2
 
@@ -101,6 +110,47 @@ def test_a_capacity_drops_the_last_tokens_of_a_sequence():
                 dropped += 1
         torch.testing.assert_close(found[row, place], expected)
     assert routed.stats[DROPPED] == dropped > 0
+    everything, _ = by_token(module, x)
+    torch.testing.assert_close(module.eval()(x)[0], everything)
+
+
+def test_what_a_kernel_leaves_in_dropped_slots_reaches_no_token(monkeypatch):
+    """Neither its product nor its gradient: the kernel of a GPU writes nothing there."""
+
+    class Leaving(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, y, computed):
+            ctx.computed = computed
+            return spoiled(y, computed)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return spoiled(grad, ctx.computed), None
+
+    def spoiled(y, computed):
+        y = y.clone()
+        y[computed:] = torch.nan
+        return y
+
+    def product(x, weight, counts):
+        computed = int(counts.sum())
+        return Leaving.apply(grouped_linear(Leaving.apply(x, computed), weight, counts), computed)
+
+    module, x = experts(capacity=0.5), drawn()
+    expected, _ = module(x)
+    wanted = torch.autograd.grad(expected.square().sum(), [x, module.router.weight])
+    monkeypatch.setattr(ExpertLinear, "product", staticmethod(product))
+    found, _ = module(x)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(torch.autograd.grad(found.square().sum(), [x, module.router.weight]), wanted)
+
+
+def test_scores_that_vanish_give_no_nan():
+    module, x = experts(score="sigmoid"), drawn()
+    module.router.weight.data.fill_(-1e3)
+    output, routed = module(x.detach().abs() + 1)
+    assert output.isfinite().all()
+    assert routed.loss.isfinite()
 
 
 @pytest.mark.parametrize(
@@ -115,11 +165,12 @@ def test_grouped_products_are_those_of_each_expert_for_any_load(counts):
     for number, count in enumerate(counts):
         expected[first : first + count] = x[first : first + count] @ weight[number].t()
         first += count
-    upstream = torch.randn(16, 24, generator=generator)
-    wanted = torch.autograd.grad((expected * upstream).sum(), (x, weight), allow_unused=True)
+    computed, upstream = sum(counts), torch.randn(16, 24, generator=generator)
+    wanted = torch.autograd.grad((expected * upstream)[:computed].sum(), (x, weight), allow_unused=True)
     for product in (grouped_linear, grouped_mm):
-        found = product(x, weight, torch.tensor(counts))
-        torch.testing.assert_close(found, expected)
-        gradients = torch.autograd.grad((found * upstream).sum(), (x, weight))
-        for ours, theirs in zip(gradients, wanted, strict=True):
-            torch.testing.assert_close(ours, torch.zeros_like(ours) if theirs is None else theirs)
+        found = product(x, weight, torch.tensor(counts))[:computed]
+        torch.testing.assert_close(found, expected[:computed])
+        ours, theirs = torch.autograd.grad((found * upstream[:computed]).sum(), (x, weight)), wanted
+        for one, other in zip((ours[0][:computed], ours[1]), (theirs[0], theirs[1]), strict=True):
+            other = torch.zeros_like(one) if other is None else other[: len(one)]
+            torch.testing.assert_close(one, other)

@@ -81,11 +81,12 @@ def test_without_gradients_only_the_value_is_computed():
 @pytest.mark.parametrize("softcap", [None, 1.5])
 def test_the_z_loss_changes_the_gradient_and_not_the_value(softcap):
     x, weight, labels, weights = drawn()
+    weights = weights * torch.where(torch.arange(LENGTH) % 2 == 0, 1, -1)  # DPO's are negative for rejected answers.
     found = linear_cross_entropy(x, weight, labels, weights, VOCAB, VocabHead(), softcap, 0.1)
     logits = (x @ weight.t())[..., :VOCAB]
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     each = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none") * weights.flatten()
-    penalty = 0.1 * (logits.logsumexp(-1).square() * weights).sum()
+    penalty = 0.1 * (logits.logsumexp(-1).square() * weights.abs()).sum()
     torch.testing.assert_close(found, each.sum())
     wanted = torch.autograd.grad(each.sum() + penalty, (x, weight))
     torch.testing.assert_close(torch.autograd.grad(found, (x, weight)), wanted)

@@ -33,6 +33,7 @@ FAMILIES = {
     "experts=8, experts_per_token=3, ffn=24, expert_ffn=8, shared_ffn=16, dense_layers=[1], router_score='sigmoid', "
     "router_bias_rate=0.01, aux_loss=0.1, z_loss=0.01}",
 }
+FAMILIES["capacity"] = FAMILIES["experts"].replace("aux_loss=0.5", "capacity=0.8, aux_loss=0.5")
 FOUR_STEPS = [
     "train.steps=4", "log.every=1", "eval.every=2", "checkpoint.every=0", "train.global_batch=8",
     "train.micro_batch=1", "parallel.timeout_minutes=3",

@@ -188,7 +188,7 @@ def experts_with_a_load(weights_X: list[float]) -> dict[str, Any]:
     for name, parameter in mine.experts.named_parameters():
         pairs[name] = parameter.grad, whole.experts.get_parameter(name).grad[experts]
     worst = {
-        name: ((a - b).abs().max() / b.abs().max().clamp(min=1e-6)).item() if a is not None else -1.0
+        name: ((a - b).abs().max() / b.abs().max().clamp(min=1e-6)).item() if a is not None else float("inf")
         for name, (a, b) in pairs.items()
     }
     return {"worst": worst, "counts": routed.stats[:size].tolist()}

@@ -31,19 +31,31 @@ LAYOUTS = {
 
 
 def assert_same_routing(curve: list[dict], alone: list[dict]) -> None:
-    for key in ("expert_load", "router_entropy", "router_loss"):
+    for key in ("expert_load", "router_entropy", "router_loss", "experts_dropped"):
         ours, theirs = ([record[key] for record in records if key in record] for records in (curve, alone))
         assert len(ours) == 4
         assert ours == pytest.approx(theirs, rel=1e-5), key
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("family", ["experts", "shared-experts"])
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [(("experts", "shared-experts")[number % 2], layout) for number, layout in enumerate(LAYOUTS)]
+    + [("shared-experts", "tensor"), ("shared-experts", "expert zero 3 on 4"), ("experts", "expert x context")],
+)
 def test_experts_train_alike_on_a_layout(layouts: Layouts, family: str, layout: str):
     size, overrides = LAYOUTS[layout]
     curve, alone = layouts.run(size, family, *overrides, *SGD).metrics(), layouts.alone(family, *SGD)
     assert difference(curve, alone) < SGD_ROUNDING
     assert_same_routing(curve, alone)
+
+
+@pytest.mark.parametrize("layout", ["expert zero 1", "tensor", "pipeline"])
+def test_a_capacity_drops_the_same_tokens_on_a_layout(layouts: Layouts, layout: str):
+    size, overrides = LAYOUTS[layout]
+    curve, alone = layouts.run(size, "capacity", *overrides, *SGD).metrics(), layouts.alone("capacity", *SGD)
+    assert difference(curve, alone) < SGD_ROUNDING
+    assert_same_routing(curve, alone)
+    assert min(record["experts_dropped"] for record in alone if "loss" in record) > 0.01
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

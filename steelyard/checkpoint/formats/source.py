@@ -35,7 +35,10 @@ KNOWN = (
     "folder, a Steelyard run or checkpoint, a folder that export-sparse wrote, or a name on the hub (user/model)"
 )
 # Settings that do not change what weights compute, or that are checked by sizes.
-NOT_COMPARED = {"vocab", "vocab_multiple", "init_std", "dropout", "attention_dropout", "z_loss"}
+NOT_COMPARED = {
+    "vocab", "vocab_multiple", "init_std", "dropout", "attention_dropout", "z_loss", "aux_loss", "router_z_loss",
+    "capacity",
+}  # fmt: skip
 TABLES = ("embed.weight", "head.weight")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 

@@ -68,6 +68,8 @@ def convert(
     needed = write_megatron.bytes_of(supply, target.layout) if target.to == "megatron" else supply.bytes
     tokenizer = _tokenizer(source, target.tokenizer)
     extra = _extra(source, tokenizer, target.tokenizer is not None)
+    if target.to in ("hf", "compressed"):  # What transformers cannot express is an error now, not after all weights.
+        configs.config_to_hf(source.config, dtype, extra)
     with _disk_space(destination, needed), files.atomic_folder(destination) as folder:
         with console.progress(f"write {target.to}", supply.bytes, "bytes") as supply.progress:
             if target.to == "hf":

@@ -69,6 +69,11 @@ class MoeConfig(RotaryConfig):
         experts = ExpertsBlock(self.hidden, self.expert_ffn, self.activation, routing, self.shared_ffn)
         return replace(dense, mlp=experts)
 
+    def aux_loss_coef(self) -> float:
+        """The coefficient in `transformers`: its load sums to `top_k`, and it takes the mean over layers."""
+        layers = self.layers - len(set(self.dense_layers))
+        return float(f"{self.aux_loss * max(layers, 1) / self.experts_per_token:.12g}")
+
     def refuse_for_hf(self, *also: str) -> None:
         """Raise for keys that the class of `transformers` does not have. Losses and capacity act in training only."""
         for key in ("shared_ffn", "router_score", "router_scale", "router_bias_rate", *also):
@@ -77,6 +82,13 @@ class MoeConfig(RotaryConfig):
                     f"model.{key} = {getattr(self, key)} has no counterpart in {self.architectures[0]} of transformers",
                     hint="convert to steelyard, or train without this key",
                 )
+
+
+def _aux_loss(hf: HfFields, top_k: int, layers: int) -> float:
+    """`aux_loss` of a config.json. The flag of `transformers` that turns it on belongs to a program, not to a model."""
+    hf.ignore("output_router_logits")
+    coefficient, chosen = hf.get("router_aux_loss_coef", 0.001), hf.get("num_experts_per_tok", top_k)
+    return float(coefficient * chosen / max(layers, 1))
 
 
 class MixtralConfig(MoeConfig):
@@ -102,10 +114,9 @@ class MixtralConfig(MoeConfig):
     @classmethod
     def from_hf(cls, hf: HfFields) -> MixtralConfig:
         hf.only("router_jitter_noise", 0.0)
-        hf.ignore("output_router_logits")
         return cls(
             family="mixtral", window=window_of(hf), experts=hf.get("num_local_experts", 8),
-            experts_per_token=hf.get("num_experts_per_tok", 2), aux_loss=hf.get("router_aux_loss_coef", 0.001),
+            experts_per_token=hf.get("num_experts_per_tok", 2), aux_loss=_aux_loss(hf, 2, hf.get("num_hidden_layers")),
             **rotary_fields(hf, eps=1e-5, theta=1000000.0),
         )  # fmt: skip
 
@@ -114,7 +125,7 @@ class MixtralConfig(MoeConfig):
         return {
             "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", **rotary_config(self, extra),
             "intermediate_size": self.expert_ffn, "sliding_window": self.window, "num_local_experts": self.experts,
-            "num_experts_per_tok": self.experts_per_token, "router_aux_loss_coef": self.aux_loss,
+            "num_experts_per_tok": self.experts_per_token, "router_aux_loss_coef": self.aux_loss_coef(),
         }  # fmt: skip
 
 
@@ -141,7 +152,6 @@ class Qwen3MoeConfig(MoeConfig):
 
     @classmethod
     def from_hf(cls, hf: HfFields) -> Qwen3MoeConfig:
-        hf.ignore("output_router_logits")
         layers, every = hf.get("num_hidden_layers"), hf.get("decoder_sparse_step", 1)
         listed = hf.listed("mlp_only_layers") or []
         dense = [number for number in range(layers) if number in listed or (number + 1) % max(every, 1)]
@@ -151,7 +161,7 @@ class Qwen3MoeConfig(MoeConfig):
         return cls(
             family="qwen3-moe", qkv_bias=hf.get("attention_bias", False), experts=experts,
             experts_per_token=hf.get("num_experts_per_tok", 8), expert_ffn=hf.get("moe_intermediate_size", 768),
-            router_normalize=hf.get("norm_topk_prob", False), aux_loss=hf.get("router_aux_loss_coef", 0.001),
+            router_normalize=hf.get("norm_topk_prob", False), aux_loss=_aux_loss(hf, 8, layers - len(dense)),
             dense_layers=dense, **fields,
         )  # fmt: skip
 
@@ -162,6 +172,6 @@ class Qwen3MoeConfig(MoeConfig):
             "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", **rotary_config(self, extra),
             "attention_bias": self.qkv_bias, "num_experts": self.experts, "num_experts_per_tok": self.experts_per_token,
             "moe_intermediate_size": self.expert_ffn, "norm_topk_prob": self.router_normalize,
-            "router_aux_loss_coef": self.aux_loss, "mlp_only_layers": self.dense_layers, "decoder_sparse_step": 1,
-            "use_sliding_window": self.window is not None, **window,
+            "router_aux_loss_coef": self.aux_loss_coef(), "mlp_only_layers": self.dense_layers,
+            "decoder_sparse_step": 1, "use_sliding_window": self.window is not None, **window,
         }  # fmt: skip
