@@ -62,7 +62,9 @@ def split(model: LanguageModel, axis: MeshAxis, by_sequence: bool) -> dict[str, 
                     for parameter in ("weight", *ADAPTER_CUTS[dim - 1]):
                         if hasattr(child, parameter):
                             shard_param(child, parameter, dim, f"{where}.{parameter}", axis, cuts)
-                elif isinstance(child, RmsNorm) and params[f"{name}.weight"].cut is not None:
+                elif isinstance(child, RmsNorm) and any(
+                    params[f"{name}.{key}"].cut is not None for key in child.state_dict()
+                ):
                     shard_param(child, "weight", 0, f"{where}.weight", axis, cuts)
                     setattr(part, name, ShardedRmsNorm(child, axis))
             part.register_forward_pre_hook(_InputHook(axis, by_sequence))
