@@ -102,11 +102,9 @@ def refined(predictor: Predictor, layout: Layout, layers: int) -> Layout:
     if most is not None and min(most) < 0:
         return layout
 
-    memory = _RankMemory(predictor, layout)
-
     def fits(counts: tuple[int, ...]) -> bool:
         if most is None:
-            return memory.fits(counts)
+            return memory_fit.fits(predictor, layout.with_partition(counts))
         return all(count <= limit for count, limit in zip(counts, most, strict=True))
 
     def seconds(counts: tuple[int, ...]) -> float:
@@ -121,28 +119,6 @@ def refined(predictor: Predictor, layout: Layout, layers: int) -> Layout:
         return layout
     counts, _ = improved(best, seconds, step.at_least, fits, tries)
     return layout.with_partition(counts)
-
-
-class _RankMemory:
-    """Whether the ranks of a layout have memory for their layers, computed once for each number of layers.
-
-    If all layers are equal, the memory of a rank depends only on the layers of its own stages.
-    """
-
-    def __init__(self, predictor: Predictor, layout: Layout) -> None:
-        self.predictor, self.layout = predictor, layout
-        self.are_equal = len(set(predictor.recipe.model.blocks.layers)) == 1
-        self.known: dict[tuple[int, tuple[int, ...]], bool] = {}
-
-    def fits(self, counts: tuple[int, ...]) -> bool:
-        """Whether all ranks have enough memory."""
-        layout = self.layout.with_partition(counts)
-        ranks = memory_fit.deciding_ranks(self.predictor, layout)
-        keys = {rank: (rank, counts[rank :: layout.pipeline] if self.are_equal else counts) for rank in ranks}
-        new = [rank for rank in ranks if keys[rank] not in self.known]
-        for room in memory_fit.rooms(self.predictor, layout, new) if new else ():
-            self.known[keys[room.rank]] = room.fits
-        return all(self.known[key] for key in keys.values())
 
 
 def balanced(
