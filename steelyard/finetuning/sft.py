@@ -89,6 +89,7 @@ def prepare(recipe: Recipe, ranks: int | None = None) -> Tuning:
         raise UserError(f"the recipe {recipe.name} has no [finetune] section", hint="add it, with finetune.data")
     if recipe.train.init_from is None:
         raise UserError("no model to fine-tune is set", hint="set train.init_from to a checkpoint")
+    _warn_if_not_exportable(recipe)
     recipe = with_fixed_masks(recipe, tune)
     tokenizer = tokenizer_of(recipe)
     template = templates.load(tune.template, tokenizer)
@@ -159,6 +160,14 @@ def with_fixed_masks(recipe: Recipe, tune: FinetuneSection) -> Recipe:
         )
     console.say(f"{source.path} is pruned ({zeros:.0%} zeros); they stay zero unless finetune.keep_zeros=false")
     return recipe.model_copy(update={"sparsity": SparsitySection(method="fixed")})
+
+
+def _warn_if_not_exportable(recipe: Recipe) -> None:
+    """Say before the training that its result cannot be exported."""
+    try:
+        recipe.model.to_hf({})
+    except UserError as error:
+        console.warn(f"{error.message}: the export at the end will fail; the run folder keeps the tuned weights")
 
 
 def export(tuning: Tuning, run: Run, out: Path | None = None) -> dict[str, Any]:
