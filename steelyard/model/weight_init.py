@@ -13,15 +13,16 @@ import torch
 from torch import Tensor
 
 RESIDUAL_OUTPUTS = ("attention.output.weight", ".down.weight")
+EXPERTS = ".experts."
 BLOCK = 256  # rows
 
 
 def initial(name: str, rows: range, row_shape: Sequence[int], seed: int, std: float, layers: int) -> Tensor:
     """Rows of a parameter: normal with `std`; weights that add to the residual stream are scaled down by the depth.
 
-    A parameter with three dimensions is a list of matrices, each sampled like a parameter of its own.
+    Experts are a list of matrices, each sampled like a parameter of its own.
     """
-    if len(row_shape) == 2:
+    if EXPERTS in name and len(row_shape) == 2:
         height, *width = row_shape
         matrices = [initial(f"{number}/{name}", range(height), width, seed, std, layers) for number in rows]
         return torch.stack(matrices) if matrices else torch.empty(0, *row_shape, device="cpu")

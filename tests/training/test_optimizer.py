@@ -49,7 +49,7 @@ def test_sgd_sai_follows_its_definition():
 
 def part(name: str, size: int) -> ParamShard:
     parameter = torch.nn.Parameter(torch.ones(size, size))
-    return ParamShard(name, parameter, parameter.detach(), (size, size), (0, 0), 1, False, False, False, False)
+    return ParamShard(name, parameter, parameter.detach(), (size, size), (0, 0), 1, *[False] * 5)
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd", "sgd-sai"])
