@@ -8,10 +8,11 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
 
 from steelyard.core.errors import UserError
-from steelyard.core.recipe.blocks import AttentionBlock, ExpertsBlock, LayerBlock, NormBlock, Routing
+from steelyard.core.recipe.blocks import AttentionBlock, ExpertsBlock, LayerBlock, Routing
+from steelyard.core.recipe.families.qwen3 import Qwen3Attention
 from steelyard.core.recipe.hf_fields import LLAMA_MODULES, HfFields, HfKeys
 from steelyard.core.recipe.hf_rotary import rotary_config, rotary_fields, window_of
-from steelyard.core.recipe.model_section import Heads, InnerWidth, RotaryConfig
+from steelyard.core.recipe.model_section import InnerWidth, RotaryConfig
 from steelyard.core.recipe.rope_scaling import Rows
 from steelyard.core.recipe.section import contradiction
 
@@ -129,7 +130,7 @@ class MixtralConfig(MoeConfig):
         }  # fmt: skip
 
 
-class Qwen3MoeConfig(MoeConfig):
+class Qwen3MoeConfig(Qwen3Attention, MoeConfig):
     """Qwen3 with experts: many small ones, and a norm on every head of queries and keys."""
 
     architectures: ClassVar[tuple[str, ...]] = ("Qwen3MoeForCausalLM",)
@@ -137,18 +138,7 @@ class Qwen3MoeConfig(MoeConfig):
     hf_keys: ClassVar[HfKeys] = HfKeys(EXPERT_MODULES)
 
     family: Literal["qwen3-moe"]
-    head_dim: Heads = 128
-    qkv_bias: bool = False
-    window: Rows | None = None
     experts_per_token: Experts = 8
-    rope_theta: PositiveFloat = 1000000.0
-    norm_eps: PositiveFloat = 1e-6
-
-    def attention(self, number: int) -> AttentionBlock:
-        return replace(
-            super().attention(number), norm=NormBlock(self.head_dim, self.norm_eps), window=self.window,
-            qkv_bias=self.qkv_bias, output_bias=self.qkv_bias,
-        )  # fmt: skip
 
     @classmethod
     def from_hf(cls, hf: HfFields) -> Qwen3MoeConfig:
@@ -156,22 +146,19 @@ class Qwen3MoeConfig(MoeConfig):
         listed = hf.listed("mlp_only_layers") or []
         dense = [number for number in range(layers) if number in listed or (number + 1) % max(every, 1)]
         experts = hf.get("num_experts", None) or hf.get("num_local_experts", 128)
-        fields = rotary_fields(hf)
-        fields["window"] = window_of(hf, uses=False)
         return cls(
-            family="qwen3-moe", qkv_bias=hf.get("attention_bias", False), experts=experts,
-            experts_per_token=hf.get("num_experts_per_tok", 8), expert_ffn=hf.get("moe_intermediate_size", 768),
-            router_normalize=hf.get("norm_topk_prob", False), aux_loss=_aux_loss(hf, 8, layers - len(dense)),
-            dense_layers=dense, **fields,
+            family="qwen3-moe", experts=experts, experts_per_token=hf.get("num_experts_per_tok", 8),
+            expert_ffn=hf.get("moe_intermediate_size", 768), router_normalize=hf.get("norm_topk_prob", False),
+            aux_loss=_aux_loss(hf, 8, layers - len(dense)), dense_layers=dense, **cls.attention_fields(hf),
+            **rotary_fields(hf),
         )  # fmt: skip
 
     def to_hf(self, extra: dict[str, Any]) -> dict[str, Any]:
         self.refuse_for_hf()
-        window = {} if self.window is None else {"sliding_window": self.window, "max_window_layers": 0}
         return {
-            "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", **rotary_config(self, extra),
-            "attention_bias": self.qkv_bias, "num_experts": self.experts, "num_experts_per_tok": self.experts_per_token,
+            "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", **self.attention_config(extra),
+            "num_experts": self.experts, "num_experts_per_tok": self.experts_per_token,
             "moe_intermediate_size": self.expert_ffn, "norm_topk_prob": self.router_normalize,
             "router_aux_loss_coef": self.aux_loss_coef(), "mlp_only_layers": self.dense_layers,
-            "decoder_sparse_step": 1, "use_sliding_window": self.window is not None, **window,
+            "decoder_sparse_step": 1,
         }  # fmt: skip

@@ -14,13 +14,9 @@ from steelyard.core.recipe.model_section import Heads, RotaryConfig
 from steelyard.core.recipe.rope_scaling import Rows
 
 
-class Qwen3Config(RotaryConfig):
-    """Qwen3: Llama with an RMSNorm on every head of queries and keys."""
+class Qwen3Attention(RotaryConfig):
+    """Keys and attention of Qwen3, with an MLP or with experts (`moe.py`)."""
 
-    architectures: ClassVar[tuple[str, ...]] = ("Qwen3ForCausalLM",)
-    model_types: ClassVar[tuple[str, ...]] = ("qwen3",)
-
-    family: Literal["qwen3"]
     head_dim: Heads = 128
     qkv_bias: bool = False
     window: Rows | None = None
@@ -34,13 +30,30 @@ class Qwen3Config(RotaryConfig):
         )  # fmt: skip
 
     @classmethod
-    def from_hf(cls, hf: HfFields) -> Qwen3Config:
-        bias, window = hf.get("attention_bias", False), window_of(hf, uses=False)
-        return cls(family="qwen3", qkv_bias=bias, window=window, **rotary_fields(hf, head_dim=128))
+    def attention_fields(cls, hf: HfFields) -> dict[str, Any]:
+        """Keys of a config.json that every Qwen3 has."""
+        return {"qkv_bias": hf.get("attention_bias", False), "window": window_of(hf, uses=False)}
 
-    def to_hf(self, extra: dict[str, Any]) -> dict[str, Any]:
+    def attention_config(self, extra: dict[str, Any]) -> dict[str, Any]:
+        """The part of config.json that every Qwen3 has."""
         window = {} if self.window is None else {"sliding_window": self.window, "max_window_layers": 0}
         return {
-            "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", **rotary_config(self, extra),
-            "attention_bias": self.qkv_bias, "use_sliding_window": self.window is not None, **window,
+            **rotary_config(self, extra), "attention_bias": self.qkv_bias,
+            "use_sliding_window": self.window is not None, **window,
         }  # fmt: skip
+
+
+class Qwen3Config(Qwen3Attention):
+    """Qwen3: Llama with an RMSNorm on every head of queries and keys."""
+
+    architectures: ClassVar[tuple[str, ...]] = ("Qwen3ForCausalLM",)
+    model_types: ClassVar[tuple[str, ...]] = ("qwen3",)
+
+    family: Literal["qwen3"]
+
+    @classmethod
+    def from_hf(cls, hf: HfFields) -> Qwen3Config:
+        return cls(family="qwen3", **cls.attention_fields(hf), **rotary_fields(hf, head_dim=128))
+
+    def to_hf(self, extra: dict[str, Any]) -> dict[str, Any]:
+        return {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", **self.attention_config(extra)}
