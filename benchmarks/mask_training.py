@@ -1,6 +1,7 @@
 """Speed of mask learning compared with training the weights of the same model, on one GPU in one run.
 
     python benchmarks/mask_training.py              # the config of Llama 3.2 1B at sequence 4096
+    python benchmarks/mask_training.py --shape smollm2 --distill train.cuda_graph=true   # SmolLM2-135M, 16 x 1024
     python benchmarks/mask_training.py --tiny       # on a CPU, as a smoke test
 
 Full optimizer steps on random tokens, timed as in `train_speed.py`, with the same batches for both. The target is 0.8
@@ -35,18 +36,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", help="recipe overrides, such as train.micro_batch=8")
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--shape", choices=SHAPES, default="llama")
+    parser.add_argument("--distill", action="store_true", help="also learn masks with distillation")
     parser.add_argument("--tiny", action="store_true", help="a model that is small enough for a CPU")
     parser.add_argument("--profile", action="store_true", help="print where the time of one step goes")
     parser.add_argument("--breaks", action="store_true", help="log graph breaks and recompilations")
     options = parser.parse_args()
     if DEVICE.type != "cuda" and not options.tiny:
         parser.error("there is no GPU; --tiny runs on a CPU, without meaningful speeds")
-    name, overrides = SHAPES["tiny" if options.tiny else "llama"]
+    name, overrides = SHAPES["tiny" if options.tiny else options.shape]
     learning = ['sparsity.method="learned"', 'sparsity.base="random"']
     recipes = {
         "dense": load_recipe(name, [*overrides, *options.overrides]),
         "masks": load_recipe(name, [*overrides, *learning, *options.overrides]),
     }
+    if options.distill:
+        distilled = [*overrides, *learning, "sparsity.distill=1.0", *options.overrides]
+        recipes["distilled masks"] = load_recipe(name, distilled)
     if options.breaks:
         torch._logging.set_logs(graph_breaks=True, recompiles=True)
     speeds = {}

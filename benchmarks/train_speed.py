@@ -31,6 +31,7 @@ from steelyard.training.extension import Extension
 SHAPES = {
     "llama": ("llama3.2-1b", ["train.micro_batch=4", "train.global_batch=4"]),
     "gpt2": ("gpt2-small", ["train.micro_batch=64", "train.global_batch=64"]),
+    "smollm2": ("smollm2-135m", ["data.sequence_length=1024", "train.micro_batch=16", "train.global_batch=16"]),
     "tiny": ("quickstart", ["train.micro_batch=2", "train.global_batch=2", "train.device=cpu"]),
 }
 

@@ -35,7 +35,7 @@ from slices import Record, device, versions  # noqa: E402
 
 FILES = (
     "tests/sizes/test_activations.py", "tests/model/test_modules.py", "tests/model/test_kernels.py",
-    "tests/model/test_windowed_attention.py",
+    "tests/model/test_windowed_attention.py", "tests/model/test_experts.py", "tests/training/test_step_graph.py",
     "tests/training/test_kernels.py", "tests/sparsity/test_masked_kernels.py", "tests/sparsity/test_sparse_gemv.py",
     "tests/sparsity/test_patterns.py", "tests/parallel/test_activation_checkpoint.py",
 )  # fmt: skip

@@ -29,6 +29,7 @@ from steelyard.training import fp8
 from steelyard.training.expert_balance import ExpertBalance
 from steelyard.training.extension import Extension
 from steelyard.training.optimizer import Optimizer
+from steelyard.training.step_graph import StepGraph
 from steelyard.training.timeline import Timeline
 
 BALANCE = "router.balance"  # changed by ExpertBalance, not by a gradient
@@ -58,6 +59,7 @@ class Engine:
         """The losses of the last step's micro-batches that this rank computes."""
         self.gradients = Gradients(self.parts, mesh, device)
         self.optimizer = Optimizer(self.parts, recipe.optim, recipe.optim.offload, extension.param_group_options)
+        self.graph = self._step_graph()
         self.balance = ExpertBalance(recipe, self.assembly.stages, mesh, device)
         extension.assembled(self.assembly.stages, self.parts, mesh)
 
@@ -167,13 +169,31 @@ class Engine:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for number, micro in enumerate(batch.micro_batches(self.recipe.train.micro_batch)):
             fsdp.before_micro_batch(model, self.recipe.parallel.zero, is_last=number == count - 1)
+            # A recomputation with deterministic kernels watches the passes, and so does a timeline.
+            is_watched = self.timeline.is_wanted or torch.are_deterministic_algorithms_enabled()
+            passes = self._passes if self.graph is None or is_watched else self.graph
             self.timeline.mark("forward", 0, number)
-            loss = self.extension.forward(model, micro).sum()
-            self.timeline.mark("backward", 0, number)
-            (loss * factor).backward()
-            self.micro_losses.append(loss.detach())
+            self.micro_losses.append(passes(micro, factor))
             total += self.micro_losses[-1]
         return total
+
+    def _passes(self, micro: Batch, factor: Tensor) -> Tensor:
+        """The loss of a micro-batch; its gradients are accumulated."""
+        loss = self.extension.forward(self.assembly.model, micro).sum()
+        self.timeline.mark("backward", 0, len(self.micro_losses))
+        (loss * factor).backward()
+        return loss.detach()
+
+    def _step_graph(self) -> StepGraph | None:
+        if not self.recipe.train.cuda_graph or self.device.type != "cuda":
+            return None
+        if self.mesh.world.size > 1:
+            raise UserError(
+                "train.cuda_graph supports one rank",
+                where=self.recipe.where("train.cuda_graph"),
+                hint="remove the key: with several ranks the host is rarely the limit",
+            )
+        return StepGraph(self._passes, [part.parameter for part in self.parts], self.device)
 
     def add_stage_losses(self, batch: Batch, scale: float) -> None:
         """Add losses that an extension computes from weights alone, once for all micro-batches of the step.

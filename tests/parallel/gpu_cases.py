@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from tests.finetuning.conftest import write_bases
-from tests.parallel import test_experts, test_finetuning, test_layouts, test_masks, test_prune
+from tests.parallel import jobs, test_experts, test_finetuning, test_layouts, test_masks, test_prune
 from tests.parallel.conftest import FAMILIES, Layouts, difference
 from tests.parallel.test_layouts import LARGEST, parallel
 from tests.parallel.test_settings import SGD
@@ -37,6 +37,7 @@ FOR_EXPERTS = [
     "expert zero 0", "expert zero 1", "expert zero 2 on 4", "expert zero 3 on 4", "expert 4", "expert x tensor",
     "expert x context", "expert x pipeline", "tensor",
 ]  # fmt: skip
+FOR_COMPILED_EXPERTS = ["data zero 3", "expert zero 1"]
 FOR_COMPILED = ["zero 3 on 2", "tensor", "sequence", "context", "pipeline 2 1f1b", "data x tensor zero 3"]
 LAST = ("gpipe", "hybrid", "empty")
 FOR_PRECISION = ["zero 3 on 2", "tensor", "pipeline 2 1f1b", "pipeline 2 zero-bubble"]
@@ -53,7 +54,7 @@ class Case:
     tolerance: float
     settings: tuple[str, ...] = UNCOMPILED
     """Those of the layout's run and of the one process."""
-    kind: Literal["pretrain", "masks", "lora", "nf4", "prune"] = "pretrain"
+    kind: Literal["pretrain", "masks", "lora", "nf4", "prune", "load"] = "pretrain"
     precision: str = "fp32"
 
     @property
@@ -117,6 +118,8 @@ def cases() -> list[Case]:
                 settings = (*UNCOMPILED, *SGD, f"train.precision={precision}")
                 name = f"{layout}, {family}, {precision}"
                 found.append(Case(name, ranks, family, overrides, tolerance, settings, precision=precision))
+    for number, name in enumerate(test_experts.LOADS):
+        found.append(Case(f"load, {name}", (2, 4)[number % 2], "experts", [], FAMILY_ROUNDING, kind="load"))
     for layout in FOR_PRUNE:
         ranks, tensor = test_prune.LAYOUTS[layout]
         name = f"prune, {layout}, qwen2"
@@ -125,6 +128,11 @@ def cases() -> list[Case]:
         ranks, overrides = known[layout]
         name = f"{layout}, llama, compiled"
         found.append(Case(name, ranks, "llama", overrides, test_layouts.ROUNDING["llama"], COMPILED))
+    for layout in FOR_COMPILED_EXPERTS:
+        ranks, overrides = test_experts.LAYOUTS[layout]
+        settings = (*COMPILED, *SGD, "train.precision=bf16")
+        name = f"{layout}, experts, compiled"
+        found.append(Case(name, ranks, "experts", overrides, BF16, settings, precision="bf16"))
     return found + last
 
 
@@ -148,6 +156,11 @@ def compared(case: Case, layouts: Layouts) -> float:
         if found < case.tolerance:
             test_masks.assert_alike(run, one)
         return found
+    if case.kind == "load":
+        device = "cuda" if "train.device=cuda" in layouts.always else "cpu"
+        prefers, _ = test_experts.LOADS[case.name.removeprefix("load, ")]
+        outcomes = layouts.ranks.do(case.ranks, jobs.experts_with_a_load, prefers, device)
+        return max(max(outcome["worst"].values()) for outcome in outcomes)
     if case.kind == "prune":
         _, tensor = test_prune.LAYOUTS[case.name.split(", ")[1]]
         return test_prune.share_pruned_otherwise(layouts, case.ranks, tensor)

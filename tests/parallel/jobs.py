@@ -162,17 +162,18 @@ def loss_over_the_vocabulary(rows_at_once: int) -> dict[str, Any]:
     return {"loss": found.detach(), "x": x.grad, "weight": mine.grad}
 
 
-def experts_with_a_load(weights_X: list[float]) -> dict[str, Any]:
+def experts_with_a_load(weights_X: list[float], device: str = "cpu") -> dict[str, Any]:
     """Experts on all ranks, whose router prefers some: outputs and gradients, and those of one process on all rows."""
     size = len(weights_X)
     block = ExpertsBlock(8, 4, "silu", Routing(size, 2))
-    with init_distributed("cpu", 0.5) as world:
+    with init_distributed(device, 0.5 if device == "cpu" else 2) as world:
         whole, mine, ones = Experts(block), Experts(block), torch.ones(world.size * 2, 6, 8)
         x = torch.randn(ones.shape, generator=torch.Generator().manual_seed(3)) + ones
         for name, parameter in whole.named_parameters():
             parameter.data.normal_(0, 0.5, generator=torch.Generator().manual_seed(len(name)))
         whole.router.weight.data.copy_(torch.tensor(weights_X)[:, None].expand(size, 8) + whole.router.weight.data / 50)
         mine.load_state_dict(whole.state_dict())
+        whole, mine, x = whole.to(device), mine.to(device), x.to(device)
         rows, axis = slice(2 * world.rank, 2 * world.rank + 2), MeshAxis(world.rank, world.size, dist.group.WORLD)
         holder = torch.nn.ModuleDict({"mlp": mine})
         expert_parallel.split(holder, axis)  # type: ignore[arg-type]

@@ -28,6 +28,13 @@ LAYOUTS = {
     "expert x pipeline": (4, [*parallel(expert=2, pipeline=2, zero=2), LARGER]),
     "expert x zero bubble": (4, [*parallel(expert=2, pipeline=2, schedule="zero-bubble", zero=1), LARGER]),
 }
+LOADS = {
+    "even": ([0.0, 0.0, 0.0, 0.0], 0),
+    "first rank alone": ([9.0, 5.0, 1.0, 0.0], 2),
+    "last rank alone": ([0.0, 0.0, 5.0, 9.0], 2),
+    "one expert has every token": ([0.5, 9.0, 0.5, 0.0], 0),
+}
+"""How the router prefers the four experts, and how many of them get no token."""
 
 
 def assert_same_routing(curve: list[dict], alone: list[dict]) -> None:
@@ -59,12 +66,9 @@ def test_a_capacity_drops_the_same_tokens_on_a_layout(layouts: Layouts, layout: 
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize(
-    ("prefers", "idle"),
-    [([0.0, 0.0, 0.0, 0.0], 0), ([9.0, 5.0, 1.0, 0.0], 2), ([0.0, 0.0, 5.0, 9.0], 2), ([0.5, 9.0, 0.5, 0.0], 0)],
-    ids=["even", "first rank alone", "last rank alone", "one expert has every token"],
-)
-def test_slots_reach_their_experts_for_any_load(layouts: Layouts, ranks: int, prefers: list[float], idle: int):
+@pytest.mark.parametrize("load", LOADS)
+def test_slots_reach_their_experts_for_any_load(layouts: Layouts, ranks: int, load: str):
+    prefers, idle = LOADS[load]
     for outcome in layouts.ranks.do(ranks, jobs.experts_with_a_load, prefers):
         assert max(outcome["worst"].values()) < 1e-5, outcome
         assert outcome["counts"].count(0.0) == idle, outcome

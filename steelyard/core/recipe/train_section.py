@@ -34,6 +34,9 @@ class TrainSection(Section):
     )
     device: Literal["auto", "cpu", "cuda"] = "auto"
     compile: bool | None = Field(None, description="torch.compile for each layer; default: true on a GPU")
+    cuda_graph: bool = Field(
+        False, description="replay the passes as a CUDA graph, if a step waits for the host; one GPU, rows of one size"
+    )
     loss_scale: PositiveFloat = Field(65536.0, description="fp16: the initial dynamic loss scale")
     loss_scale_window: PositiveInt = Field(1000, description="fp16: finite steps before the scale is doubled")
     nonfinite_limit: NonNegativeInt = Field(
