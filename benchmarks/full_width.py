@@ -1,7 +1,7 @@
 """Logits of every family at its published width against transformers: two layers, random weights, fp32 on the CPU.
 
 Prints the largest difference relative to the largest logit. Experts are limited to 8 and the vocabulary to 8,192, which
-bounds the memory to about 12 GB. Run it from the checkout: python benchmarks/full_width.py [--only mixtral]
+bounds the memory to about 12 GB. Run it from the checkout: python benchmarks/full_width.py [--only mixtral-8x7b]
 """
 
 from __future__ import annotations

@@ -15,11 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import functional as F
-from torch.nn.attention.bias import causal_lower_right
 
 from steelyard.model import LanguageModel
-from steelyard.model.attention import Scoring, near_mask
+from steelyard.model.attention import Scoring, attend
 from steelyard.model.experts import Experts
 from steelyard.parallel.collectives import all_gather
 from steelyard.parallel.mesh import MeshAxis
@@ -43,19 +41,6 @@ def _summed(counts: Tensor, axis: MeshAxis) -> Tensor:
     return counts
 
 
-def _attend(query_BHLE: Tensor, key_BKLE: Tensor, value_BKLE: Tensor, mask: Tensor | None, scoring: Scoring) -> Tensor:
-    """Attention of the last tokens to those before them; a window is a dense mask over the keys it reaches."""
-    length, seen = query_BHLE.shape[2], key_BKLE.shape[2]
-    bias: Any = causal_lower_right(length, seen) if mask is None else mask
-    if scoring.window is not None:
-        near = near_mask(length, seen, scoring.window, query_BHLE.device)
-        bias = near if mask is None else mask & near
-    grouped = query_BHLE.shape[1] != key_BKLE.shape[1]
-    return F.scaled_dot_product_attention(
-        query_BHLE, key_BKLE, value_BKLE, bias, scale=scoring.scale, enable_gqa=grouped
-    )
-
-
 def places(length: int, axis: MeshAxis) -> Tensor:
     """The positions in a sequence of `length` that this rank holds."""
     chunks = torch.arange(length).chunk(2 * axis.size)
@@ -73,7 +58,6 @@ class AttentionAcross:
     def __call__(
         self, query_BHLE: Tensor, key_BKLE: Tensor, value_BKLE: Tensor, mask: Tensor | None, scoring: Scoring
     ) -> Tensor:
-        assert scoring.softcap is None, "validators.py refuses soft caps"
         key_BKLE, value_BKLE = self._gathered(key_BKLE), self._gathered(value_BKLE)
         outputs = []
         first, second = self.axis.index, 2 * self.axis.size - 1 - self.axis.index
@@ -82,7 +66,7 @@ class AttentionAcross:
             end = (chunk + 1) * length
             keys = slice(0 if scoring.window is None else max(0, end - length - scoring.window + 1), end)
             part = None if mask is None else mask[:, :, number * length : (number + 1) * length, keys]
-            outputs.append(_attend(query, key_BKLE[:, :, keys], value_BKLE[:, :, keys], part, scoring))
+            outputs.append(attend(query, key_BKLE[:, :, keys], value_BKLE[:, :, keys], part, scoring))
         return torch.cat(outputs, dim=2)
 
     def mask_of(self, documents_BL: Tensor) -> Tensor:

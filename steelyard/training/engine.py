@@ -254,6 +254,24 @@ class Engine:
         dtype = devices.DTYPES[self.recipe.train.precision]
         return has_varlen_attention(self.device, dtype, getattr(config, "head_dim", config.hidden // config.heads))
 
+    def dense_attention(self) -> str | None:
+        """Why attention on a GPU uses a dense mask in 16 bits, if it does."""
+        if self.device.type != "cuda" or self.recipe.train.precision == "fp32":
+            return None
+        from steelyard.model.windowed_attention import has_window_kernels  # imports the compiler
+
+        config, attentions = self.recipe.model, [layer.attention for layer in self.recipe.model.blocks.layers]
+        if config.attention_dropout:
+            return "model.attention_dropout has no kernel"
+        if self.end_of_document is not None and self.recipe.data.mask_documents and not self._uses_varlen_attention():
+            across = (
+                "with context parallelism" if self.mesh.context.size > 1 else "on this GPU with heads of this width"
+            )
+            return f"data.mask_documents has no kernel {across}"
+        if any((each.window or each.softcap) and not has_window_kernels(each.head_dim) for each in attentions):
+            return "windows and soft caps have no kernel on this GPU with heads of this width"
+        return None
+
     def _to_device(self, array: npt.NDArray[Any]) -> Tensor:
         tensor = torch.from_numpy(np.require(array, requirements=("C", "W")))  # torch warns about read-only arrays.
         if self.device.type == "cuda":

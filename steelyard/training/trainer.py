@@ -112,6 +112,8 @@ class Trainer:
         self.mesh = meshes.make(recipe.parallel, device.type)
         memory_before = peak_memory.begin(device)
         self.engine = Engine(recipe, self.mesh, device, extension, end_of_document)
+        if world.is_rank0 and (reason := self.engine.dense_attention()) is not None:
+            console.warn(f"attention uses a dense mask, whose memory grows with the square of the sequence: {reason}")
         self.train_state = TrainState(recipe, device)
         self.skipped_steps = SkippedSteps(self.engine, training, world)
         self.saver = checkpoint.Saver(folder.checkpoints, recipe.checkpoint.keep_last, recipe.checkpoint.background)

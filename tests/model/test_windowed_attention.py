@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from steelyard.model.attention import CuSeqlens, Scoring, attend, near_mask
+from steelyard.model.windowed_attention import BLOCK, _blocks
 
 HEADS, KV_HEADS, LENGTH, WIDTH = 4, 2, 384, 64
 DOCUMENTS = [0, 100, 384, 500, 768]
@@ -51,6 +52,34 @@ def test_tokens_outside_the_window_change_nothing(name):
     after = attend(query, key, value, None, scoring)
     assert torch.equal(before[:, :, 149:], after[:, :, 149:])
     assert not torch.equal(before[:, :, 148], after[:, :, 148])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("last", [1, 130, 256])
+@pytest.mark.parametrize("name", ["window", "softcap", "softcap, window"])
+def test_a_gpu_computes_the_last_tokens(name, last):
+    """As context parallelism and a prompt that continues a cache need it."""
+    scoring, _ = CASES[name]
+    (query, key, value), reference = inputs("cuda", torch.bfloat16), inputs()
+    output = attend(query[:, :, -last:], key, value, None, scoring)
+    expected = attend(*reference, None, scoring)[:, :, -last:]
+    gradient = torch.randn(output.shape, generator=torch.Generator().manual_seed(1))
+    output.backward(gradient.to("cuda", torch.bfloat16))
+    expected.backward(gradient)
+    pairs = [(output, expected), *((a.grad, b.grad) for a, b in zip((query, key, value), reference, strict=True))]
+    for found, wanted in pairs:
+        assert (found.float().cpu() - wanted).abs().max() < 0.02 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("window", [3, 200, 384])
+@pytest.mark.parametrize("last", [1, 128, 130, 256, 384])
+def test_the_blocks_of_keys_cover_the_window(last, window):
+    blocks = _blocks(last, LENGTH, window, torch.device("cpu"), lambda b, h, q, k: k <= q)
+    near = near_mask(last, LENGTH, window, torch.device("cpu"))
+    for number, (count, indices) in enumerate(zip(blocks.kv_num_blocks[0, 0], blocks.kv_indices[0, 0], strict=True)):
+        reached = near[BLOCK * number : BLOCK * (number + 1)].any(0).nonzero().flatten() // BLOCK
+        assert indices[:count].tolist() == reached.unique().tolist()
 
 
 @pytest.mark.gpu

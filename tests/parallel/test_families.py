@@ -17,7 +17,7 @@ def test_a_family_trains_alike_on_tensor_and_pipeline_ranks_and_goes_on_elsewher
     assert difference(run.metrics(), layouts.alone(family, *HORIZON, *SGD)) < SGD_ROUNDING
 
 
-@pytest.mark.parametrize("family", ["mistral", "gemma3"])
+@pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3"])
 def test_a_window_is_the_same_over_parts_of_a_sequence(layouts: Layouts, family: str):
     curve = layouts.run(2, family, *parallel(context=2), LARGER, *SGD).metrics()
     assert difference(curve, layouts.alone(family, *SGD)) < SGD_ROUNDING

@@ -106,11 +106,6 @@ def tensor(model: ModelConfig, parallel: ParallelSection, sequence_length: int) 
         raise contradiction(
             "model.attention_dropout", "is not available with context parallelism", "set parallel.context to 1"
         )
-    attentions = {layer.attention for layer in model.blocks.layers}
-    if parallel.context > 1 and any(each.softcap is not None for each in attentions):
-        raise contradiction(
-            "parallel.context", "soft caps are not available with context parallelism", "set parallel.context to 1"
-        )
 
 
 def experts(model: ModelConfig, parallel: ParallelSection) -> None:
