@@ -1,7 +1,9 @@
 """Logits of every family at its published width against transformers: two layers, random weights, fp32 on the CPU.
 
 Prints the largest difference relative to the largest logit. Experts are limited to 8 and the vocabulary to 8,192, which
-bounds the memory to about 12 GB. Run it from the checkout: python benchmarks/full_width.py [--only mixtral-8x7b]
+bounds the memory to about 12 GB, and to half of that with one layer. Run it from the checkout:
+
+    python benchmarks/full_width.py [--only mixtral-8x7b] [--layers 1]
 """
 
 from __future__ import annotations
@@ -27,10 +29,10 @@ PRESETS = (
 TOKENS = 48
 
 
-def difference(preset: str) -> float:
+def difference(preset: str, layers: int) -> float:
     """The largest difference of the logits, relative to the largest logit."""
     config = load_recipe(preset).model
-    changes = {"layers": 2, "vocab": 8192}
+    changes = {"layers": layers, "vocab": 8192}
     if hasattr(config, "experts"):
         changes |= {"experts": min(config.experts, 8), "experts_per_token": min(config.experts_per_token, 4)}
     config = config.model_copy(update=changes)
@@ -51,10 +53,13 @@ def difference(preset: str) -> float:
 
 def main() -> None:
     """Compare the presets of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=PRESETS)
-    for preset in parser.parse_args().only:
-        print(json.dumps({"preset": preset, "difference": difference(preset)}), flush=True)
+    parser.add_argument("--layers", type=int, default=2)
+    options = parser.parse_args()
+    for preset in options.only:
+        line = {"preset": preset, "layers": options.layers, "difference": difference(preset, options.layers)}
+        print(json.dumps(line), flush=True)
 
 
 if __name__ == "__main__":
