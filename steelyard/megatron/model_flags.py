@@ -158,8 +158,7 @@ def _positions(draft: Draft, family: str) -> None:
         draft.put("model.positions", table or length)
         return
     draft.put_or("model.rope_theta", given.real("--rotary-base", "model.rope_theta"), 10000.0)
-    if given.real("--rotary-percent", "model.rope_theta") not in (None, 1.0):
-        draft.reject("model.family", family, "--rotary-percent is below 1, but partial RoPE is not supported")
+    draft.put_or("model.rope_share", given.real("--rotary-percent", "model.rope_share"), 1.0)
     factor = given.real("--rope-scaling-factor", "model.rope_scaling")
     if given.switch("--use-rope-scaling", "model.rope_scaling"):
         scaling = {"factor": factor or 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_positions": 8192}

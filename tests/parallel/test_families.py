@@ -11,7 +11,7 @@ FIRST = (4, [*parallel(tensor=2, pipeline=2, sequence_parallel="true"), LARGER])
 SECOND = (2, [*parallel(tensor=2), LARGER])
 
 
-@pytest.mark.parametrize("family", ["mistral", "qwen3", "gemma2", "gemma3", "olmo2", "smollm3"])
+@pytest.mark.parametrize("family", ["mistral", "qwen3", "gemma2", "gemma3", "olmo2", "smollm3", "experts"])
 def test_a_family_trains_alike_on_tensor_and_pipeline_ranks_and_goes_on_elsewhere(layouts: Layouts, family: str):
     run = halves(layouts, family, FIRST, SECOND, *SGD)
     assert difference(run.metrics(), layouts.alone(family, *HORIZON, *SGD)) < SGD_ROUNDING
