@@ -70,6 +70,17 @@ class LearnedMasks(Extension):
         """The loss, with distillation from the dense model if the recipe sets it."""
         return super().forward(model, batch) if self.distilling is None else self.distilling(model, batch)
 
+    def weigh(self, engine: Engine, batch: Batch) -> tuple[Batch, Tensor | None]:
+        """With a pipeline and distillation, run the dense model on all rows of the step."""
+        pipeline = engine.assembly.pipeline
+        if self.distilling is None or pipeline is None:
+            return batch, None
+        if all(model.training for model in pipeline.models.values()):
+            return self.distilling.prepare(pipeline, batch, self.recipe.train.micro_batch), None
+        for model in pipeline.models.values():
+            self.distilling.end(model)
+        return batch, None
+
     def assembled(self, stages: dict[int, LanguageModel], parts: list[ParamShard], mesh: Mesh) -> None:
         """Collect the logits among the parameter shards, each with its weight."""
         self.mesh = mesh

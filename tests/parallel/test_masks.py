@@ -89,13 +89,21 @@ def test_the_regulariser_is_no_smaller_than_what_layouts_are_held_to(layouts: La
     assert difference(without.metrics(), alone["gpt"].metrics()) > 100 * ROUNDING
 
 
-@pytest.mark.parametrize("layout", ["zero 1", "zero 3", "context"])
-def test_the_dense_model_is_followed_alike_on_a_layout(layouts: Layouts, layout: str):
+DISTILL = ("sparsity.distill=0.5", "sparsity.distill_temperature=2.0", "eval.every=2")
+FOR_DISTILLATION = ["zero 3", "context", "sequence", "pipeline", "interleaved", "zero bubble", "all of them"]
+
+
+@pytest.fixture(scope="session")
+def distilled(layouts: Layouts) -> Run:
+    return learn(layouts, 1, "llama-bias", *DISTILL)
+
+
+@pytest.mark.parametrize("layout", FOR_DISTILLATION)
+def test_the_dense_model_is_followed_alike_on_a_layout(layouts: Layouts, distilled: Run, layout: str):
     size, overrides = LAYOUTS[layout]
-    distill = ("sparsity.distill=0.5", "sparsity.distill_temperature=2.0")
-    one, run = (learn(layouts, ranks, "llama-bias", *distill, *more) for ranks, more in ((1, []), (size, overrides)))
-    assert_alike(run, one)
-    apart = [[record["distill_loss"] for record in each.metrics() if "loss" in record] for each in (run, one)]
+    run = learn(layouts, size, "llama-bias", *DISTILL, *overrides)
+    assert_alike(run, distilled)
+    apart = [[record["distill_loss"] for record in each.metrics() if "loss" in record] for each in (run, distilled)]
     assert apart[0] == pytest.approx(apart[1], rel=10 * ROUNDING)  # a difference of nearly equal numbers
 
 

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from steelyard.model.loss import VocabHead
 from steelyard.sparsity import gumbel
+from steelyard.sparsity.distillation import token_divergence
 from steelyard.sparsity.gumbel import GroupOffset
 from steelyard.sparsity.patterns import Pattern
 
@@ -134,3 +136,20 @@ def test_a_compiled_layer_computed_again_learns_the_same():
         function(x, mine).square().sum().backward()
         gradients.append(mine.grad)
     torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_fused_divergence_is_the_plain_one(dtype, temperature):
+    from steelyard.sparsity.divergence_kernel import fused_divergence
+
+    vocab, width = 4990, 5000  # more than a block, and not a multiple of one
+    generator = torch.Generator().manual_seed(0)
+    logits, dense = (3 * torch.randn(2, 7, width, generator=generator)).to(DEVICE, dtype)
+    divergence, gradient = token_divergence(logits, dense, vocab, temperature, VocabHead())
+    fused, fused_gradient = fused_divergence(logits, dense, vocab, temperature)
+    torch.testing.assert_close(fused, divergence, rtol=1e-4, atol=1e-5)
+    rounding = {"rtol": 1e-2, "atol": 1e-4} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-6}
+    torch.testing.assert_close(fused_gradient.float(), gradient, **rounding)
+    assert fused_gradient.data_ptr() == logits.data_ptr()
+    assert not fused_gradient[:, vocab:].any()

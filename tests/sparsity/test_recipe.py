@@ -35,7 +35,6 @@ def recipe(tmp_path):
         ([LEARNED, "train.precision=fp8"], "do not support fp8"),
         ([LEARNED, "model.ffn=18"], "groups of 4 do not divide model.ffn = 18"),
         ([LEARNED, "model.ffn=20", "parallel.tensor=2"], "model.ffn must be a multiple of 8"),
-        ([LEARNED, "sparsity.distill=1.0", "parallel.pipeline=2"], "which must hold the whole model"),
         (["sparsity.method=fixed"], "train.init_from: fixed masks need pruned weights"),
     ],
 )

@@ -250,19 +250,12 @@ def sparsity(model: ModelConfig, sparsity: SparsitySection, parallel: ParallelSe
                 f"groups of {group} do not divide {name} = {width}{among}",
                 f"{name} must be a multiple of {group * ranks}",
             )
-    if sparsity.method == "learned":
-        if train.init_from is None and sparsity.base is None:
-            raise contradiction(
-                "sparsity.base",
-                "mask learning needs existing weights",
-                "set sparsity.base or train.init_from",
-            )
-        if sparsity.distill and (parallel.pipeline > 1 or parallel.tensor > 1):
-            raise contradiction(
-                "sparsity.distill",
-                "the dense model's predictions are compared on one rank, which must hold the whole model",
-                "set parallel.pipeline and parallel.tensor to 1, or sparsity.distill to 0",
-            )
+    if sparsity.method == "learned" and train.init_from is None and sparsity.base is None:
+        raise contradiction(
+            "sparsity.base",
+            "mask learning needs existing weights",
+            "set sparsity.base or train.init_from",
+        )
     if sparsity.method == "fixed" and train.init_from is None:
         raise contradiction(
             "train.init_from", "fixed masks need pruned weights", "set train.init_from to the pruned weights"
