@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from steelyard.cli.options import JsonOption, print_result
+from steelyard.cli.options import JsonOption, Overrides, RecipeArgument, print_result
 from steelyard.core import files
 from steelyard.core.console import console
 from steelyard.core.errors import RuntimeFailure, UserError
@@ -52,6 +52,7 @@ def register(root: typer.Typer, name: str, help_: str) -> None:
     group.callback()(plan)
     group.command("cluster")(cluster)
     group.command("profile")(profile)
+    group.command("measure")(measure)
     root.add_typer(group, name=name)
 
 
@@ -241,8 +242,40 @@ def profile(
     print_result(measured | {"out": str(out)}, json, "\n".join([measured["device"], *rows]))
 
 
-def _numbers(option: str, text: str) -> list[int]:
+def measure(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    world: Annotated[
+        int | None, typer.Option(min=1, help="Ranks of the job.  [default: the smallest for the plan]")
+    ] = None,
+    ranks: Annotated[str, typer.Option(help="Ranks to measure, one after the other, such as 0,7.")] = "0",
+    steps: Annotated[int, typer.Option(min=1, help="Steps to measure after the warm-up.")] = 5,
+    imbalance: Annotated[
+        float, typer.Option("--expert-imbalance", min=1.0, metavar="X", help="Slots that a rank receives / sends.")
+    ] = 1.0,
+    out: Annotated[Path, typer.Option(help="Write the measurement to this path.")] = Path("measured.json"),
+    json: JsonOption = False,
+) -> None:
+    """Run real steps of one rank of a layout on this machine: compute time by phase, and peak memory.
+
+    The rank has its stage, shards and batch; collectives take no time. The file is for `steelyard plan --measured`.
+
+    Example: steelyard plan measure llama3.1-70b parallel.tensor=8 parallel.pipeline=8 --world 512 --ranks 0,448
+    """
+    from steelyard.planning import measured_ranks
+    from steelyard.training import rank_measure
+
+    loaded = load_recipe(recipe, overrides or ())
+    size = loaded.parallel.least_world if world is None else world
+    found = rank_measure.measure(loaded, size, _numbers("--ranks", ranks, 0), steps, imbalance)
+    result = measured_ranks.with_prediction(found, loaded)
+    files.write_json(out, result)
+    console.say(f"wrote {out}")
+    print_result(result | {"out": str(out)}, json, measured_ranks.as_text(result))
+
+
+def _numbers(option: str, text: str, least: int = 1) -> list[int]:
     parts = text.split(",")
-    if not all(part.isascii() and part.isdigit() and int(part) for part in parts):
+    if not all(part.isascii() and part.isdigit() and int(part) >= least for part in parts):
         raise UserError(f"{option}: {text} is not a list of numbers", hint="use a form like 1,2,4")
     return [int(part) for part in parts]

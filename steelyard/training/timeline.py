@@ -64,15 +64,25 @@ class Timeline:
 
     def end(self, step: int, folder: Path, rank: int) -> None:
         """Write the collected spans."""
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(folder / f"rank-{rank:05d}.jsonl", "a", encoding="utf-8") as file:
+            for entry in self.spans(step):
+                file.write(json.dumps(entry) + "\n")
+
+    def spans(self, step: int) -> list[dict[str, Any]]:
+        """End the step and return its spans, in the order of their marks."""
         self.mark("end")
         self.is_on = False
         times = [self._nanoseconds(at) for *_, at in self._marks]
-        folder.mkdir(parents=True, exist_ok=True)
-        with open(folder / f"rank-{rank:05d}.jsonl", "a", encoding="utf-8") as file:
-            for (name, stage, micro_batch, _), start, end in zip(self._marks, times, times[1:], strict=False):
-                entry = {"step": step, "name": name, "stage": stage, "micro_batch": micro_batch,
-                         "start_ns": start, "end_ns": end}  # fmt: skip
-                file.write(json.dumps(entry) + "\n")
+        return [
+            {"step": step, "name": name, "stage": stage, "micro_batch": micro_batch, "start_ns": start, "end_ns": end}
+            for (name, stage, micro_batch, _), start, end in zip(self._marks, times, times[1:], strict=False)
+        ]
+
+    @property
+    def open_span(self) -> int:
+        """The index of the span that is open."""
+        return len(self._marks) - 1
 
     def _now(self) -> Any:
         if self.device.type != "cuda":

@@ -1,0 +1,91 @@
+"""Measurements that correct a prediction: ranks of `steelyard plan measure`, and the calibration of a site.
+
+A measured rank gives factors, measured / predicted seconds, for layouts whose ranks compute the same layer: the same
+GPU, degrees of tensor, context and expert parallelism, micro-batch and recomputation. Its peak memory replaces the
+predicted memory of the layout that was measured. The factors of a site hold for a GPU under any layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from steelyard.planning.layout import Layout
+    from steelyard.planning.step import StageCost, UnitCost
+    from steelyard.sizes.memory import Memory
+
+WorkKey = tuple[object, ...]
+
+
+@dataclass(frozen=True)
+class Factors:
+    """Measured / predicted seconds of compute, and of the optimizer."""
+
+    forward: float = 1.0
+    backward: float = 1.0
+    optimizer: float = 1.0
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """All measurements of a plan."""
+
+    work: Mapping[WorkKey, Factors] = field(default_factory=dict)
+    site: Mapping[str, Factors] = field(default_factory=dict)
+    """By GPU."""
+    peaks: Mapping[tuple[WorkKey, int], int] = field(default_factory=dict)
+    """Measured bytes of a pipeline rank of a layout."""
+    overhead: float = 0.0
+    """Seconds per step that a site adds: data, and what else no phase explains."""
+
+    def corrected(self, cost: StageCost, layout: Layout, gpu: str) -> StageCost:
+        """The cost of a pipeline rank with the factors of its measurement, or else of its site."""
+        factors = self.work.get(work_key(layout, gpu)) or self.site.get(gpu)
+        if factors is None:
+            return cost
+        update = tuple(replace(each, bytes=each.bytes * factors.optimizer) for each in cost.update)
+        parts = (_scaled(part, factors) for part in (cost.layer, cost.embedding, cost.head))
+        return type(cost)(*parts, update)
+
+    def measured(self, memories: list[Memory], layout: Layout, ranks: list[int]) -> list[Memory]:
+        """Predicted memories, with the difference to the measured peak as temporaries where a rank was measured."""
+        if not self.peaks:
+            return memories
+        key = layout_key(layout)
+        found = [self.peaks.get((key, rank)) for rank in ranks]
+        return [
+            memory if peak is None else replace(memory, temporaries=memory.temporaries + peak - memory.total)
+            for memory, peak in zip(memories, found, strict=True)
+        ]
+
+
+def _scaled(cost: UnitCost, factors: Factors) -> UnitCost:
+    """A unit whose compute takes `factors` times as long; communication stays as it is."""
+    shared = (cost.exchange + cost.expert) / 2
+    forward, backward = min(shared, cost.forward), min(shared, cost.backward)
+    return replace(
+        cost,
+        forward=forward + (cost.forward - forward) * factors.forward,
+        backward=backward + (cost.backward - backward) * factors.backward,
+        host_forward=cost.host_forward * factors.forward,
+        host_backward=cost.host_backward * factors.backward,
+        weights=cost.weights * factors.backward,
+    )
+
+
+def work_key(layout: Layout, gpu: str) -> WorkKey:
+    """What the work of a layer on a rank depends on."""
+    return (
+        gpu, layout.tensor, layout.context, layout.expert, layout.micro_batch, layout.sequence_parallel,
+        layout.recompute,
+    )  # fmt: skip
+
+
+def layout_key(layout: Layout) -> WorkKey:
+    """A layout without its placement: its memory does not depend on that."""
+    return (
+        layout.tensor, layout.context, layout.expert, layout.pipeline, layout.virtual, layout.data, layout.zero,
+        layout.sequence_parallel, layout.schedule, layout.micro_batch, layout.recompute, layout.partition,
+    )  # fmt: skip

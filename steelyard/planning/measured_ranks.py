@@ -1,0 +1,226 @@
+"""Files of `steelyard plan measure`: the prediction beside them, and their use as evidence (`--measured FILE`).
+
+The format is JSON, one object; `MeasuredRanks` has its keys, and `training/rank_measure.py` writes it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveFloat, ValidationError
+
+from steelyard.core import units
+from steelyard.core.errors import UserError
+from steelyard.core.recipe import Recipe
+from steelyard.core.recipe.load import explained
+from steelyard.core.recipe.section import NonNegativeInt, PositiveInt, Section
+from steelyard.core.safe_parse import read_json_object
+from steelyard.planning.cluster import Cluster, Link, Nodes
+from steelyard.planning.evidence import Evidence, Factors, layout_key, work_key
+from steelyard.planning.layout import Layout, of_recipe
+from steelyard.planning.predict import Predictor
+from steelyard.sizes.param_count import expert_keys
+
+FREE_GBPS = 1e9  # A link that costs nothing: a measured rank has no communication.
+PHASES = ("forward", "backward", "optimizer")
+
+
+class Phases(Section):
+    """Seconds of compute per step. `gradients` is their norm and clipping, which the optimizer's prediction includes."""
+
+    forward: NonNegativeFloat
+    backward: NonNegativeFloat
+    gradients: NonNegativeFloat = 0.0
+    optimizer: NonNegativeFloat
+
+    def by_phase(self) -> dict[str, float]:
+        """Seconds of the phases that the planner predicts."""
+        return {
+            "forward": self.forward, "backward": self.backward, "optimizer": self.gradients + self.optimizer
+        }  # fmt: skip
+
+
+class MeasuredRank(Section):
+    """One rank. Other keys of the file are for readers."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    rank: NonNegativeInt
+    pipeline_rank: NonNegativeInt
+    seconds: Phases
+    compute_seconds: PositiveFloat
+    peak_bytes: PositiveInt
+
+
+class MeasuredRanks(Section):
+    """A file."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    world: PositiveInt
+    gpu: str
+    precision: str
+    model: dict[str, Any]
+    layout: dict[str, Any]
+    micro_batches: PositiveInt
+    expert_imbalance: PositiveFloat = 1.0
+    ranks: Annotated[list[MeasuredRank], Field(min_length=1)]
+
+
+def load(path: Path) -> MeasuredRanks:
+    """Read and validate a file of `steelyard plan measure`."""
+    values = read_json_object(path)
+    try:
+        return MeasuredRanks.model_validate(values)
+    except ValidationError as error:
+        raise explained(error, values, {}, str(path), MeasuredRanks) from None
+
+
+def identity(recipe: Recipe) -> dict[str, Any]:
+    """The keys of a model that its measured work depends on."""
+    model = recipe.model
+    return {
+        "family": model.family, "layers": model.layers, "hidden": model.hidden, "heads": model.heads,
+        "kv_heads": getattr(model, "kv_heads", model.heads), "ffn": model.ffn, "vocab": model.padded_vocab,
+        **expert_keys(model), "sequence_length": recipe.data.sequence_length,
+    }  # fmt: skip
+
+
+def refuse_another(measured: MeasuredRanks, recipe: Recipe, path: Path) -> None:
+    """Raise `UserError` if another model, length or precision was measured."""
+    mine = identity(recipe) | {"precision": recipe.train.precision}
+    theirs = measured.model | {"precision": measured.precision}
+    for key, value in mine.items():
+        if theirs.get(key) != value:
+            raise UserError(
+                f"this measurement has {key} {theirs.get(key)}, but the recipe has {value}",
+                where=str(path),
+                hint="measure again with steelyard plan measure RECIPE",
+            )
+
+
+def free_cluster(gpu: str, world: int) -> Cluster:
+    """`world` GPUs of one kind whose links cost nothing."""
+    nodes = Nodes(type="node", count=1, gpu=gpu, gpus=1, intra_GBps=FREE_GBPS, intra_latency_us=0.0)
+    link = Link(between=["*", "*"], GBps=FREE_GBPS, latency_us=0.0)
+    return Cluster(nodes=[nodes.model_copy(update={"count": world})], links=[link])
+
+
+def with_world(recipe: Recipe, world: int) -> Recipe:
+    """The recipe with the data-parallel degree that it has on `world` ranks, on nodes of `free_cluster`."""
+    data = recipe.parallel.data_for(world)
+    parallel = recipe.parallel.model_copy(update={"data": data, "placement": []})
+    return recipe.model_copy(update={"parallel": parallel})
+
+
+def predicted_phases(recipe: Recipe, world: int, gpu: str, pipeline_rank: int, imbalance: float) -> dict[str, float]:
+    """Predicted seconds of compute of one pipeline rank by phase, without communication."""
+    recipe, cluster = with_world(recipe, world), free_cluster(gpu, world)
+    layout = of_recipe(recipe, cluster)
+    return phases_of(Predictor.of_layout(recipe, cluster, layout, imbalance=imbalance), layout, pipeline_rank)
+
+
+def phases_of(predictor: Predictor, layout: Layout, rank: int) -> dict[str, float]:
+    """Seconds of a pipeline rank's passes per step, and of its optimizer update."""
+    step = predictor.step(layout)
+    times, table = step.times(layout.partition), step.table
+    stages = range(rank, len(layout.partition), layout.pipeline)
+    layers = sum(layout.partition[stage] for stage in stages)
+    unit = table.stages[rank].layer
+    shared = layers * (unit.exchange + unit.expert) / 2
+    return {
+        "forward": table.micro_batches * (sum(times.forward[stage] for stage in stages) - shared),
+        "backward": table.micro_batches
+        * (sum(times.backward[stage] + times.weights[stage] for stage in stages) - shared),
+        "optimizer": step.after(layout.partition, times, rank)[1],
+    }
+
+
+def with_prediction(result: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
+    """The result of a measurement with predicted seconds beside the measured ones."""
+    ranks = []
+    for rank in result["ranks"]:
+        predicted = predicted_phases(
+            recipe, result["world"], result["gpu"], rank["pipeline_rank"], result["expert_imbalance"]
+        )
+        total = sum(predicted.values())
+        error = total / rank["compute_seconds"] - 1
+        ranks.append(
+            rank | {"predicted_seconds": predicted, "predicted_compute_seconds": total, "compute_error": error}
+        )
+    return result | {"ranks": ranks}
+
+
+def evidence_of(files: list[MeasuredRanks], recipe: Recipe, cluster: Cluster) -> Evidence:
+    """The evidence of measured ranks: factors of their work, and their memory. The fullest rank of a kind counts."""
+    work: dict[tuple[object, ...], Factors] = {}
+    peaks: dict[tuple[tuple[object, ...], int], int] = {}
+    for measured in files:
+        applied = _applied(recipe, measured)
+        layout = of_recipe(applied, free_cluster(measured.gpu, measured.world))
+        for rank in measured.ranks:
+            predicted = predicted_phases(
+                applied, measured.world, measured.gpu, rank.pipeline_rank, measured.expert_imbalance
+            )
+            seconds = rank.seconds.by_phase()
+            work[work_key(layout, measured.gpu)] = Factors(
+                **{phase: seconds[phase] / predicted[phase] if predicted[phase] else 1.0 for phase in PHASES}
+            )
+            key = layout_key(layout), rank.pipeline_rank
+            peaks[key] = max(peaks.get(key, 0), rank.peak_bytes)
+    return Evidence(work=work, peaks=peaks)
+
+
+def _applied(recipe: Recipe, measured: MeasuredRanks) -> Recipe:
+    """The recipe with the layout and batch that were measured."""
+    settings = recipe.settings()
+    own = dict(measured.layout)
+    micro_batch = own.pop("micro_batch")
+    own.pop("offload", None)
+    partition = own.pop("partition")
+    settings["parallel"] = own | {"partition": "-".join(map(str, partition))}
+    settings["train"] |= {
+        "micro_batch": micro_batch, "global_batch": measured.micro_batches * micro_batch * own["data"]
+    }  # fmt: skip
+    settings["train"].pop("batch_ramp", None)
+    return Recipe.model_validate(settings)
+
+
+def as_text(result: dict[str, Any]) -> str:
+    """The measurement as tables."""
+    from steelyard.planning.plan_report import table
+
+    layout = result["layout"]
+    degrees = ", ".join(
+        f"{key} {layout[key]}"
+        for key in ("tensor", "context", "expert", "pipeline", "data", "zero")
+        if layout[key] != 1
+    )
+    lines = [
+        f"{result['recipe']} on {result['world']} ranks ({degrees or 'one rank'}), {result['precision']}, "
+        f"{result['micro_batches']} micro-batches of {layout['micro_batch']}; measured on {result['device']}"
+    ]
+    for rank in result["ranks"]:
+        rows = [[f"rank {rank['rank']}, pipeline rank {rank['pipeline_rank']}", "predicted", "measured", "error"]]
+        predicted, seconds = rank["predicted_seconds"], Phases(**rank["seconds"]).by_phase()
+        rows += [[phase, _ms(predicted[phase]), _ms(seconds[phase]), _error(predicted[phase], seconds[phase])]
+                 for phase in PHASES]  # fmt: skip
+        total = rank["predicted_compute_seconds"], rank["compute_seconds"]
+        rows.append(["compute of a step", *map(_ms, total), _error(*total)])
+        memory = rank["predicted_bytes"], rank["peak_bytes"]
+        rows.append(["peak memory", *map(units.size, memory), _error(*memory)])
+        lines.append(table(rows))
+    if result["routing"]:
+        lines.append(f"routing: {result['routing']}")
+    lines.append("not measured:\n" + "\n".join(f"- {each}" for each in result["not_measured"]))
+    return "\n\n".join(lines)
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.2f} ms"
+
+
+def _error(predicted: float, measured: float) -> str:
+    return f"{100 * (predicted / measured - 1):+.1f}%" if measured > 0 else ""
