@@ -113,6 +113,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 torch.mm(grad, head_VD, out=grad_x[part])
             if needs_weight:
                 grad_weight = _add_product(grad_weight, grad.t(), x_ND[part])
+            del logits, slopes  # Free this chunk before the next one is computed.
+            if needs_grad:
+                del grad
         ctx.save_for_backward(grad_x, grad_weight)
         ctx.weight_dtype = weight_VD.dtype
         return loss

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -102,7 +103,7 @@ def even_counts(sent: Tensor, imbalance: float) -> Tensor:
 def _group_class() -> type[dist.ProcessGroup]:
     # The only import of torch's private fake group: its backend answers every collective at once, without a peer. Its
     # own fills are not used: they copy once per rank, which is 512 launches on 512 ranks, and receive nothing.
-    from torch.testing._internal.distributed.fake_pg import FakeProcessGroup
+    from torch.testing._internal.distributed import fake_pg
 
     class FakeGroup(dist.ProcessGroup):
         """The collectives that the engine uses. In torch 2.13 some of them have new names."""
@@ -112,7 +113,7 @@ def _group_class() -> type[dist.ProcessGroup]:
         def __init__(self, rank: int, size: int) -> None:
             super().__init__(rank, size)
             self.index, self.ranks = rank, size
-            self.fake = FakeProcessGroup._create_internal(rank, size, FakeProcessGroup.Options())
+            self.fake = fake_pg._create_fake_pg(SimpleNamespace(group_rank=rank, group_size=size), None)
             for device in DEVICES:
                 self._register_backend(torch.device(device), dist.ProcessGroup.BackendType.CUSTOM, self.fake)
 

@@ -5,7 +5,6 @@ The format is JSON, one object; `MeasuredRanks` has its keys, and `training/rank
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,7 +27,7 @@ PHASES = ("forward", "backward", "optimizer")
 
 
 class Phases(Section):
-    """Seconds of compute per step. `gradients` is their norm and clipping, which the optimizer's prediction includes."""
+    """Seconds of compute per step. `gradients` is their norm; the prediction has it in the optimizer."""
 
     forward: NonNegativeFloat
     backward: NonNegativeFloat

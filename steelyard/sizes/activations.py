@@ -123,6 +123,7 @@ def layer(recipe: Recipe, fused_norm: bool = True, number: int = 0) -> int:
     of = widths(recipe, fused_norm, number)
     silu_again = is_compiled(recipe)
     kept_by_mlp = (4 - silu_again if _is_gated(recipe, number) else 2) * of.ffn
+    fp8 = _fp8_inputs(recipe, of, number)
     if of.experts is None:
         kept_by_mlp += of.gathered
     else:
@@ -130,7 +131,27 @@ def layer(recipe: Recipe, fused_norm: bool = True, number: int = 0) -> int:
     masks = 2 * of.stream // working_bytes(recipe) if recipe.model.dropout else 0
     norms = len(recipe.model.blocks.layers[number].norm_places)
     kept = norms * of.norm + of.gathered + _attention(recipe, of) + kept_by_mlp + masks
-    return kept + _adapters(recipe, keeps_outputs=False)
+    return kept + fp8 + _adapters(recipe, keeps_outputs=False)
+
+
+def _fp8_inputs(recipe: Recipe, of: Widths, number: int) -> int:
+    """What fp8 products (`training/fp8.py`) save more than 16-bit products: at most 0 if the layer is compiled.
+
+    A compiled layer saves no input of an fp8 product. It computes it again from what norms and the MLP save, with the
+    saved maximum; an input that tensor ranks gathered is saved in fp8. Without a compiler every product saves its input
+    in fp8, beside the tensors that norms, attention and the MLP save; experts compute in bf16.
+    """
+    if recipe.train.precision != "fp8":
+        return 0
+    each, dense = working_bytes(recipe), of.experts is None
+    inputs = of.gathered * (2 if dense else 1)
+    inner = of.ffn if dense else 0
+    if is_compiled(recipe):
+        gathered = inputs // each if recipe.parallel.tensor > 1 else 0
+        return gathered - inputs - inner
+    products = 2 if dense and _is_gated(recipe, number) else 1
+    saved = 3 * of.gathered + of.query + (products * of.gathered + of.ffn if dense else 0)
+    return saved // each - inputs - inner
 
 
 def _adapters(recipe: Recipe, keeps_outputs: bool) -> int:
@@ -297,7 +318,7 @@ def per_token(recipe: Recipe) -> PerToken:
 def _layer_bytes(recipe: Recipe, number: int) -> LayerBytes:
     selective = recipe.parallel.recompute == "selective"
     return LayerBytes(
-        layer(recipe, number=number),
+        layer(recipe, fused_norm=recipe.train.device != "cpu", number=number),
         selective_layer(recipe, number) if selective else full_layer(recipe),
         weight_gradient_inputs(recipe, number),
         temporaries(recipe, number),

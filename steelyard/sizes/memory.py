@@ -1,13 +1,13 @@
 """The peak memory of each rank, by kind.
 
-The sum of all kinds is an upper bound, because not all of them peak at the same time. The formulas follow `parallel/`;
-docs/sizes.md lists them and how they were checked.
+Not all kinds peak at the same time: `not_at_once` is the difference between their sum and the fullest moment of a step
+(`memory_moments.py`). The formulas follow `parallel/`; docs/sizes.md lists them and how they were checked.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import mul
 
 from steelyard.core.recipe import Recipe
@@ -16,6 +16,7 @@ from steelyard.sizes.activations import FP32, working_bytes
 from steelyard.sizes.adapter_size import adapter_size
 from steelyard.sizes.gpu_catalogue import GIB
 from steelyard.sizes.in_flight import fullest
+from steelyard.sizes.memory_moments import MomentSizes, peak
 from steelyard.sizes.param_count import layer_matrices
 from steelyard.sizes.rank_check import data_ranks
 from steelyard.sizes.stage_layers import stages_layers, stages_parameters
@@ -42,10 +43,12 @@ class Memory:
     layer_buffers: int
     exchange_buffers: int
     host: int
+    not_at_once: int = 0
+    """At most 0: what the sum of the other kinds exceeds the peak by."""
 
     @property
     def total(self) -> int:
-        """The sum of all kinds on the device."""
+        """The peak on the device: the sum of all kinds."""
         return sum(self.by_kind().values())
 
     def by_kind(self) -> dict[str, int]:
@@ -121,7 +124,7 @@ class _Rank:
         sharded = FP32 * self._share(self.trained)
         state = STATES[self.recipe.optim.name] * sharded
         offload = self.recipe.optim.offload
-        return Memory(
+        memory = Memory(
             weights=kept,
             working_copies=self._working_copies() + self._masked_weights(),
             gradients=self._gradients(sharded),
@@ -133,6 +136,44 @@ class _Rank:
             exchange_buffers=self._exchange_buffers(),
             host=state + 2 * sharded if offload else 0,
         )
+        most = peak(self._moments(memory, sharded))
+        return replace(memory, not_at_once=min(0, most - memory.total))
+
+    def _moments(self, memory: Memory, sharded: int) -> MomentSizes:
+        """The sizes of the moments of a step."""
+        in_flight = max(sum(state[: len(self.stages)]) for state in self.states)
+        tables, table = self._head_gradients()
+        accumulates = self._accumulates()
+        whole = FP32 * self.trained if accumulates or self.shards == 1 else sharded
+        # After the first backward pass nothing more is added to the activations if all micro-batches are in flight.
+        is_first = self.micro_batches * len(self.stages) <= in_flight
+        layer = max(part.layer for part in self.parts)
+        unit = 0 if self.is_frozen else layer
+        held = any(self.layers)
+        buffers, end_buffers = self._layer_buffers(ends=False), self._layer_buffers()
+        return MomentSizes(
+            always=memory.weights + memory.optimizer + memory.exchange_buffers,
+            copies=memory.working_copies,
+            activations=memory.activations,
+            in_flight=in_flight,
+            layers=sum(self.layers),
+            before=0 if is_first else whole,
+            after=FP32 * self.trained if self.shards == 1 else max(sharded, whole if accumulates else 0),
+            new=FP32 * unit if self.columns == 1 and held else 0,
+            logits=memory.head_and_loss - tables - table + self._cast_head(),
+            tables=tables,
+            table=table,
+            temporaries=memory.temporaries,
+            gathered=self.each * layer if self.parallel.zero == 3 and self.columns > 1 else 0,
+            buffers=buffers if held else 0,
+            end_buffers=end_buffers,
+        )
+
+    def _cast_head(self) -> int:
+        """The head in the working precision, which the loss casts unless FSDP has gathered it so."""
+        if self.columns > 1 or self.each == self.weight_bytes or self.parallel.stages - 1 not in self.stages:
+            return 0
+        return self.each * self.recipe.model.padded_vocab // self.parallel.tensor * self.recipe.model.hidden
 
     def _share(self, parameters: int) -> int:
         """The shard of this rank of trained parameters."""
@@ -154,8 +195,6 @@ class _Rank:
         """
         if self.columns > 1:
             cast = self._cast_experts() if self.experts_are_whole else 0
-            if self.shards == 1 and self.each == self.weight_bytes:
-                return 0
             if self.parallel.zero == 3 and self.parallel.pipeline == 1:
                 return self.each * sum(part.ends for part in self.parts) + cast
             held = self.held - (self.experts if self.experts_are_whole else 0)
@@ -163,22 +202,28 @@ class _Rank:
         if self.each == self.weight_bytes:
             return 0 if self.each == FP32 or self.adapter is None else self.each * self.trained
 
-        return self._most_casts([part.all_layers for part in self.parts])
+        if self.recipe.train.precision != "fp8":
+            return self._most_casts([self.each * part.all_layers for part in self.parts])
+        # fp8 products save their weights in fp8; compiled layers cast them again in the backward pass.
+        fp8 = 0 if activations.is_compiled(self.recipe) else 1
+        return self._most_casts(
+            [fp8 * (part.all_layers - part.experts) + self.each * part.experts for part in self.parts]
+        )
 
     def _cast_experts(self) -> int:
         """Experts in the working precision, which autograd saves."""
         if self.each == self.weight_bytes:
             return 0
-        return self._most_casts([part.experts for part in self.parts])
+        return self._most_casts([self.each * part.experts for part in self.parts])
 
     def _most_casts(self, sizes: list[int]) -> int:
-        """Cast copies of these parameters of the layers of each stage, without those of recomputed layers."""
+        """Cast copies, given their bytes in the layers of each stage, without those of recomputed layers."""
 
         def kept(local: int) -> int:
             layers = self.layers[local]
-            return self.each * sizes[local] * activations.layers_kept(self.recipe, layers) // max(1, layers)
+            return sizes[local] * activations.layers_kept(self.recipe, layers) // max(1, layers)
 
-        return self._most(kept, lambda local: self.each * sizes[local])
+        return self._most(kept, lambda local: sizes[local])
 
     def _masked_weights(self) -> int:
         """Masked weights, which the backward pass needs; fixed masks are saved too."""
@@ -199,11 +244,14 @@ class _Rank:
         whole = FP32 * self.trained
         if self.shards == 1:
             return whole
-        adds_up = self.micro_batches > 1 and (self.parallel.zero == 1 or self.parallel.pipeline > 1)
-        if not adds_up:
+        if not self._accumulates():
             return sharded
         # Experts of this rank alone are not reduced.
         return whole + sharded - (FP32 * self.trained_experts if self.expert_shards == 1 else 0)
+
+    def _accumulates(self) -> bool:
+        """Whether unsharded gradients add up over micro-batches."""
+        return self.micro_batches > 1 and (self.parallel.zero == 1 or self.parallel.pipeline > 1) and self.shards > 1
 
     def _kept(self, local: int) -> int:
         """Bytes of activations of one micro-batch between the forward and backward pass of a stage."""
@@ -238,25 +286,29 @@ class _Rank:
     def _head_and_loss(self) -> int:
         """A chunk of logits, and the fp32 gradient of the head, which the forward pass computes and keeps.
 
-        A kernel overwrites the logits with their gradient. With a sharded vocabulary, or on a CPU, a chunk needs three
-        more fp32 tensors. A soft cap needs its slopes, and another tensor while they are computed.
+        A kernel overwrites the logits with their gradient. With a sharded vocabulary, or on a CPU, a chunk needs two or
+        three more fp32 tensors. A soft cap needs its slopes, and another tensor while they are computed.
         """
         if self.parallel.stages - 1 not in self.stages:
             return 0
         rows = self.recipe.model.padded_vocab // self.parallel.tensor
-        table = 0 if self.is_frozen else FP32 * rows * self.recipe.model.hidden
         in_place = self.parallel.tensor == 1 and self.recipe.train.device != "cpu"
         chunk = min(CHUNK_BYTES, self.each * rows * self.tokens) // self.each
         slopes = 2 * self.each if self.recipe.model.blocks.logit_softcap else 0
-        chunk *= self.each + slopes + (0 if in_place else 3 * FP32)
+        # Logits in fp32 are a copy only of those in 16 bits; their exponentials and their gradient follow.
+        others = 0 if in_place else (2 if self.each == FP32 else 3) * FP32
+        chunk *= self.each + slopes + others
+        return chunk + sum(self._head_gradients())
+
+    def _head_gradients(self) -> tuple[int, int]:
+        """The gradients of the head that micro-batches in flight keep, and one such gradient."""
+        if self.is_frozen or self.parallel.stages - 1 not in self.stages:
+            return 0, 0
+        table = FP32 * (self.recipe.model.padded_vocab // self.parallel.tensor) * self.recipe.model.hidden
         last = len(self.stages) - 1
+        return self._most(lambda local: table if local == last else 0, lambda local: 0), table
 
-        def gradient(local: int) -> int:
-            return table if local == last else 0
-
-        return chunk + self._most(gradient, lambda local: 0) + table
-
-    def _layer_buffers(self) -> int:
+    def _layer_buffers(self, ends: bool = True) -> int:
         """Buffers to cast, gather and reduce the weights and gradients of one layer at a time.
 
         The embedding, final norm and head of a stage are one unit, and so are experts that the expert axis splits. If
@@ -264,7 +316,8 @@ class _Rank:
         """
         experts = max(part.layer_experts for part in self.parts) if self.experts else 0
         layer = max(part.layer for part in self.parts)
-        unit = max(layer - experts, experts, *(part.ends for part in self.parts))
+        outer = max(part.ends for part in self.parts) if ends else 0
+        unit = max(layer - experts, experts, outer)
         if self.learns_masks:
             # Weights and mask logits of a layer, three times with ZeRO 3, and the gradient of the mask logits.
             size = self.each * layer + FP32 * self.layer_logits
@@ -277,7 +330,7 @@ class _Rank:
             return 0 if self.each == FP32 else 2 * self.each * unit
         cast = 0
         if self.experts_are_whole:
-            unit, layer = max(layer - experts, *(part.ends for part in self.parts)), layer - experts
+            unit, layer = max(layer - experts, outer), layer - experts
             cast = 0 if self.each == FP32 else 2 * self.each * experts
         # ZeRO 3: the current layer, the next one, and its flat gather buffer.
         gathering = 3 * self.each * layer if self.parallel.zero == 3 else 0
