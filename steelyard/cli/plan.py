@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -80,6 +81,10 @@ def plan(
         list[Path] | None,
         typer.Option("--profile", metavar="FILE", help="Measured layers from `steelyard plan profile`."),
     ] = None,
+    measured_files: Annotated[
+        list[Path] | None,
+        typer.Option("--measured", metavar="FILE", help="Measured ranks from `steelyard plan measure`."),
+    ] = None,
     imbalance: Annotated[
         float,
         typer.Option(
@@ -90,8 +95,14 @@ def plan(
         ),
     ] = 1.0,
     check: Annotated[
-        Path | None, typer.Option(metavar="RUN", help="Compare a finished run with its prediction.")
+        Path | None, typer.Option(metavar="RUN", help="Compare a finished run with its prediction, phase by phase.")
     ] = None,
+    store: Annotated[
+        bool, typer.Option("--store", help="With --check: calibrate plans of this cluster file with the run.")
+    ] = False,
+    calibration: Annotated[
+        bool, typer.Option(help="Use the calibration that --check --store wrote beside the cluster file.")
+    ] = True,
     explain: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the pipeline timeline of the best plan as HTML.")
     ] = None,
@@ -126,8 +137,11 @@ def plan(
             raise UserError("--check reads the recipe from the run", hint=hint)
         layers = [_profile(path, Run.open(check).recipe(), machines) for path in profiles or ()]
         compared = checking.compare(check, machines, layers)
+        if store:
+            checking.store(compared, cluster)
         return print_result(checking.as_result(compared), json, checking.as_text(compared))
     recipe = load_recipe(str(model), set_ or ())
+    machines = _with_evidence(machines, cluster, recipe, measured_files or (), calibration)
     budget = (
         _count(tokens)
         if tokens is not None
@@ -166,6 +180,23 @@ def plan(
         files.write_text(pareto, plan_report.frontier(recipe, found.plans, budget))
         result["frontier"] = str(pareto)
     print_result(result, json, text)
+
+
+def _with_evidence(
+    machines: Cluster, path: Path, recipe: Recipe, measured: Sequence[Path], calibration: bool
+) -> Cluster:
+    """The cluster with its site's calibration and measured ranks."""
+    from steelyard.planning import measured_ranks, site_calibration
+
+    stored = site_calibration.load(site_calibration.path_beside(path)) if calibration else None
+    if stored is not None:
+        count = len(stored.runs)
+        console.say(f"calibrated with {count} run{'s' if count > 1 else ''}: {site_calibration.path_beside(path)}")
+        machines = site_calibration.calibrated(machines, stored.runs)
+    files_read = [measured_ranks.load(each) for each in measured]
+    for each, read in zip(measured, files_read, strict=True):
+        measured_ranks.refuse_another(read, recipe, each)
+    return machines.with_evidence(measured_ranks.evidence_of(files_read, recipe)) if files_read else machines
 
 
 def _profile(path: Path, recipe: Recipe, machines: Cluster) -> Profile:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -27,6 +28,9 @@ WorldOption = Annotated[
 GpuOption = Annotated[
     str | None, typer.Option(metavar="NAME", help="Dry run: a GPU like h100-80, or its memory like 80GiB.")
 ]
+MeasuredOption = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Dry run: compare with ranks from `steelyard plan measure`.")
+]
 
 
 def register(root: typer.Typer, name: str, help_: str) -> None:
@@ -43,6 +47,7 @@ def train(
     dry_run: DryRunOption = False,
     world: WorldOption = None,
     gpu: GpuOption = None,
+    measured: MeasuredOption = None,
     json: JsonOption = False,
 ) -> None:
     """Train a model from a recipe, or resume an unfinished run of it.
@@ -52,8 +57,8 @@ def train(
     ranks = detect(os.environ)
     with raise_on_all_ranks(ranks):
         loaded = load_recipe(recipe, overrides or ())
-    if dry_run or world is not None or gpu is not None:
-        return print_dry_run(loaded, dry_run, world, gpu, json)
+    if dry_run or world is not None or gpu is not None or measured is not None:
+        return print_dry_run(loaded, dry_run, world, gpu, json, measured)
     if nproc is not None and nproc > 1:
         loaded.parallel.data_for(nproc)
         raise typer.Exit(launch(nproc))
@@ -78,12 +83,19 @@ def train(
         print_result(result, json, f"run     {folder.path}" + (f"\nreport  {page}" if page else ""))
 
 
-def print_dry_run(recipe: Recipe, dry_run: bool, world: int | None, gpu: str | None, json: bool) -> None:
+def print_dry_run(
+    recipe: Recipe, dry_run: bool, world: int | None, gpu: str | None, json: bool, measured: Path | None = None
+) -> None:
     """Print the predicted memory; an error if it does not fit, or if the other options are given without --dry-run."""
     if not dry_run:
-        raise UserError("--world and --gpu belong to a dry run", hint="add --dry-run, or remove them")
+        raise UserError("--world, --gpu and --measured belong to a dry run", hint="add --dry-run, or remove them")
+    from steelyard.planning import measured_ranks
     from steelyard.training import dry_run as prediction
 
     plan = prediction.dry_run(recipe, world, gpu)
-    print_result(prediction.as_result(plan), json, prediction.as_text(plan))
+    result, text = prediction.as_result(plan), prediction.as_text(plan)
+    if measured is not None:
+        result["measured"] = measured_ranks.memory_check(measured, recipe, plan.world)
+        text += "\n\n" + measured_ranks.memory_text(result["measured"])
+    print_result(result, json, text)
     prediction.refuse_what_does_not_fit(plan)

@@ -100,12 +100,14 @@ def even_counts(sent: Tensor, imbalance: float) -> Tensor:
 
 
 @cache
-def _group_class() -> type[dist.ProcessGroup]:
+def _group_class() -> Any:
     # The only import of torch's private fake group: its backend answers every collective at once, without a peer. Its
     # own fills are not used: they copy once per rank, which is 512 launches on 512 ranks, and receive nothing.
     from torch.testing._internal.distributed import fake_pg
 
-    class FakeGroup(dist.ProcessGroup):
+    base: Any = dist.ProcessGroup  # Its methods have other names and types in torch 2.11 and 2.13.
+
+    class FakeGroup(base):  # type: ignore[misc]
         """The collectives that the engine uses. In torch 2.13 some of them have new names."""
 
         received = Received()
@@ -185,7 +187,7 @@ def _group_class() -> type[dist.ProcessGroup]:
     return FakeGroup
 
 
-def _create(store: Any, rank: int, size: int, timeout: Any) -> dist.ProcessGroup:
+def _create(store: Any, rank: int, size: int, timeout: Any) -> Any:
     return _group_class()(rank, size)
 
 
@@ -193,7 +195,7 @@ def _create(store: Any, rank: int, size: int, timeout: Any) -> dist.ProcessGroup
 def fake_world(rank: int, size: int, imbalance: float = 1.0) -> Iterator[Received]:
     """Let this process be one rank of a job of `size` ranks for the duration of the block."""
     group = _group_class()
-    received = group.received = Received(imbalance)  # type: ignore[attr-defined]
+    received = group.received = Received(imbalance)
     if not hasattr(dist.Backend, BACKEND.upper()):
         dist.Backend.register_backend(BACKEND, _create, devices=list(DEVICES))
     dist.init_process_group(BACKEND, store=dist.HashStore(), rank=rank, world_size=size)

@@ -46,6 +46,7 @@ from steelyard.core.errors import UserError
 from steelyard.core.recipe.load import explained
 from steelyard.core.recipe.section import PositiveInt, Section
 from steelyard.core.recipe.toml import read
+from steelyard.planning.evidence import Evidence
 from steelyard.sizes.gpu_catalogue import CATALOGUE, Gpu, by_name
 
 NETWORK_GBPS, NETWORK_LATENCY_US = 1.25, 20.0  # 10 Gbit/s Ethernet: the default where no link is given
@@ -127,6 +128,18 @@ class Cluster(Section):
     gpus: Annotated[list[OwnGpu], Field(default_factory=list)]
 
     _file: str = PrivateAttr(default="cluster")
+    _evidence: Evidence = PrivateAttr(default_factory=Evidence)
+
+    @property
+    def evidence(self) -> Evidence:
+        """Measurements on these machines that correct predictions."""
+        return self._evidence
+
+    def with_evidence(self, evidence: Evidence) -> Cluster:
+        """The cluster with these measurements, and those that it has."""
+        made = self.with_nodes(self.nodes)
+        made._evidence = self._evidence.with_(evidence)
+        return made
 
     @cached_property
     def by_type(self) -> dict[str, Nodes]:
@@ -151,10 +164,10 @@ class Cluster(Section):
         rates = {nodes.type: nodes.intra_GBps or self.gpu_by_type[nodes.type].link_gb or 16.0 for nodes in self.nodes}
         return {type_: Wire(rate * 1e9, self.by_type[type_].intra_latency_us * 1e-6) for type_, rate in rates.items()}
 
-    def with_nodes(self, nodes: list[Nodes]) -> Cluster:
+    def with_nodes(self, nodes: list[Nodes], links: list[Link] | None = None) -> Cluster:
         """The cluster with other nodes. A new object, because a copy would keep the cached properties."""
-        made = Cluster(name=self.name, nodes=nodes, links=self.links, gpus=self.gpus)
-        made._file = self._file
+        made = Cluster(name=self.name, nodes=nodes, links=self.links if links is None else links, gpus=self.gpus)
+        made._file, made._evidence = self._file, self._evidence
         return made
 
     def nodes_of(self, type_: str) -> Nodes:

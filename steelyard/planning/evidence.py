@@ -7,7 +7,7 @@ predicted memory of the layout that was measured. The factors of a site hold for
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -40,16 +40,23 @@ class Evidence:
     overhead: float = 0.0
     """Seconds per step that a site adds: data, and what else no phase explains."""
 
+    def with_(self, other: Evidence) -> Evidence:
+        """Both; where both have a measurement, the other one counts."""
+        return Evidence(
+            {**self.work, **other.work}, {**self.site, **other.site}, {**self.peaks, **other.peaks},
+            self.overhead + other.overhead,
+        )  # fmt: skip
+
     def corrected(self, cost: StageCost, layout: Layout, gpu: str) -> StageCost:
         """The cost of a pipeline rank with the factors of its measurement, or else of its site."""
         factors = self.work.get(work_key(layout, gpu)) or self.site.get(gpu)
         if factors is None:
             return cost
         update = tuple(replace(each, bytes=each.bytes * factors.optimizer) for each in cost.update)
-        parts = (_scaled(part, factors) for part in (cost.layer, cost.embedding, cost.head))
-        return type(cost)(*parts, update)
+        layer, embedding, head = (_scaled(part, factors) for part in (cost.layer, cost.embedding, cost.head))
+        return type(cost)(layer, embedding, head, update)
 
-    def measured(self, memories: list[Memory], layout: Layout, ranks: list[int]) -> list[Memory]:
+    def measured(self, memories: list[Memory], layout: Layout, ranks: Sequence[int]) -> list[Memory]:
         """Predicted memories, with the difference to the measured peak as temporaries where a rank was measured."""
         if not self.peaks:
             return memories

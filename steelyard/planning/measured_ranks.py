@@ -20,6 +20,7 @@ from steelyard.planning.cluster import Cluster, Link, Nodes
 from steelyard.planning.evidence import Evidence, Factors, layout_key, work_key
 from steelyard.planning.layout import Layout, of_recipe
 from steelyard.planning.predict import Predictor
+from steelyard.sizes.memory import memory_of
 from steelyard.sizes.param_count import expert_keys
 
 FREE_GBPS = 1e9  # A link that costs nothing: a measured rank has no communication.
@@ -104,7 +105,7 @@ def free_cluster(gpu: str, world: int) -> Cluster:
     """`world` GPUs of one kind whose links cost nothing."""
     nodes = Nodes(type="node", count=1, gpu=gpu, gpus=1, intra_GBps=FREE_GBPS, intra_latency_us=0.0)
     link = Link(between=["*", "*"], GBps=FREE_GBPS, latency_us=0.0)
-    return Cluster(nodes=[nodes.model_copy(update={"count": world})], links=[link])
+    return Cluster(nodes=[nodes.model_copy(update={"count": world})], links=[link], gpus=[])
 
 
 def with_world(recipe: Recipe, world: int) -> Recipe:
@@ -152,7 +153,7 @@ def with_prediction(result: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
     return result | {"ranks": ranks}
 
 
-def evidence_of(files: list[MeasuredRanks], recipe: Recipe, cluster: Cluster) -> Evidence:
+def evidence_of(files: list[MeasuredRanks], recipe: Recipe) -> Evidence:
     """The evidence of measured ranks: factors of their work, and their memory. The fullest rank of a kind counts."""
     work: dict[tuple[object, ...], Factors] = {}
     peaks: dict[tuple[tuple[object, ...], int], int] = {}
@@ -185,6 +186,39 @@ def _applied(recipe: Recipe, measured: MeasuredRanks) -> Recipe:
     }  # fmt: skip
     settings["train"].pop("batch_ramp", None)
     return Recipe.model_validate(settings)
+
+
+def memory_check(path: Path, recipe: Recipe, world: int) -> list[dict[str, Any]]:
+    """Predicted and measured memory of the measured ranks of this layout, for `steelyard train --dry-run`."""
+    measured = load(path)
+    refuse_another(measured, recipe, path)
+    own = with_world(recipe, world)
+    mine = layout_key(of_recipe(own, free_cluster(measured.gpu, world)))
+    theirs = layout_key(of_recipe(_applied(recipe, measured), free_cluster(measured.gpu, measured.world)))
+    if mine != theirs or world != measured.world:
+        raise UserError(
+            f"this measurement is of another layout on {measured.world} ranks", where=str(path),
+            hint="measure again with steelyard plan measure RECIPE --world N",
+        )  # fmt: skip
+    rows = []
+    for rank in measured.ranks:
+        predicted = memory_of(recipe, world, [rank.pipeline_rank])[0].total
+        rows.append({
+            "rank": rank.rank, "pipeline_rank": rank.pipeline_rank, "predicted_bytes": predicted,
+            "measured_bytes": rank.peak_bytes, "error": predicted / rank.peak_bytes - 1,
+        })  # fmt: skip
+    return rows
+
+
+def memory_text(rows: list[dict[str, Any]]) -> str:
+    """The comparison of memory as a table."""
+    from steelyard.planning.plan_report import table
+
+    cells = [["measured rank", "predicted", "measured", "error"]]
+    for row in rows:
+        sizes = row["predicted_bytes"], row["measured_bytes"]
+        cells.append([f"{row['rank']}, pipeline rank {row['pipeline_rank']}", *map(units.size, sizes), _error(*sizes)])
+    return table(cells)
 
 
 def as_text(result: dict[str, Any]) -> str:

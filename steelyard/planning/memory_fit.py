@@ -80,7 +80,8 @@ def memories_of(predictor: Predictor, layout: Layout, ranks: Sequence[int]) -> l
         return _megatron(predictor, layout, ranks)
     if predictor.software.name == TORCHTITAN.name:
         return _torchtitan(predictor, layout, ranks)
-    return memory_of(layout.applied(predictor.recipe), layout.world, ranks)
+    memories = memory_of(layout.applied(predictor.recipe), layout.world, ranks)
+    return predictor.cluster.evidence.measured(memories, layout, ranks)
 
 
 def _room(predictor: Predictor, rank: int, memory: Memory, seats: Sequence[Seat]) -> Room:

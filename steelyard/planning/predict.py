@@ -165,7 +165,7 @@ class Predictor:
             overlaps_gradients=software.overlapped,
             waits_to_send=software.waits_to_send,
             waits_to_receive=software.waits_to_receive,
-            overhead=software.step_overhead,
+            overhead=max(0.0, software.step_overhead + self.cluster.evidence.overhead),
         )
 
     def _each(
@@ -239,7 +239,7 @@ class Predictor:
         back = layer.backward + 2 * sum_ + 2 * gathered + sums_again + _again(layer, layout.recompute)
         back += routed + routed_again
         host = layer.host_forward + 2 * launch + launch_experts
-        return StageCost(
+        cost = StageCost(
             UnitCost(
                 forward=ahead,
                 backward=back,
@@ -253,6 +253,7 @@ class Predictor:
             _end_cost(compute.head(work, self.dims), 0.0, sum_, launch),
             (compute.optimizer(work),),
         )
+        return self.cluster.evidence.corrected(cost, layout, gpu.name)
 
     def _slot_exchange(self, tokens: int, expert: AllToAll) -> tuple[float, float]:
         """Seconds and number of the all-to-alls of one pass of a layer, to the experts and back; means over layers.

@@ -1,44 +1,39 @@
 """Compare a finished run with its prediction (`steelyard plan --check RUN`).
 
 The measured step time is the median of `metrics.jsonl` without the first record, which includes compilation and cache
-warm-up. If the run recorded a timeline (`log.timeline`), the spans of the rank that waits least, the slowest one, are
-compared with the predicted parts. Memory is compared for the rank with the highest peak: predicted kinds, and the total
-that the run recorded. On a GPU the measurement is that of its tensors. On a CPU it is the resident set of the process
-minus what was resident before the model was built.
+warm-up. If the run recorded a timeline (`log.timeline`), its phases are compared with the predicted ones
+(`phase_check`), and the factors between them are a calibration of the site (`site_calibration`). Memory is compared for
+the rank with the highest peak: predicted kinds, and the total that the run recorded. On a GPU the measurement is that
+of its tensors. On a CPU it is the resident set of the process minus what was resident before the model was built.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from steelyard.core import units
+from steelyard.core.console import console
 from steelyard.core.errors import UserError
+from steelyard.core.recipe import Recipe
 from steelyard.core.run import Run
-from steelyard.core.safe_parse import loads
+from steelyard.planning import phase_check, site_calibration
 from steelyard.planning.cluster import Cluster
-from steelyard.planning.layout import of_recipe
+from steelyard.planning.layout import Layout, of_recipe
 from steelyard.planning.measured_layers import Profile
+from steelyard.planning.phase_check import Phase
 from steelyard.planning.plan_report import shown, table
 from steelyard.planning.predict import Predictor
+from steelyard.planning.site_calibration import CalibratedRun
 from steelyard.sizes.memory import memory_of
-
-# The spans of the timeline, and the predicted parts that they measure.
-SPANS = {
-    "compute and tensor": (("forward", "backward", "weights"), ("compute", "tensor", "expert")),
-    "bubble and pipeline": (("receive", "send", "wait"), ("bubble", "pipeline")),
-    "gradient": (("reduce", "gradients"), ("gradient",)),
-    "optimizer": (("optimizer", "update"), ("optimizer",)),
-    "overhead": (("data",), ("overhead",)),
-}
 
 
 @dataclass(frozen=True)
 class Compared:
-    """Predicted and measured seconds by part, None without a timeline; and peak bytes of the fullest rank.
+    """Predicted and measured seconds by phase, None without a timeline; and peak bytes of the fullest rank.
 
     `measured_bytes` excludes `before`, the resident set of a CPU process before the model was built.
     """
@@ -47,12 +42,19 @@ class Compared:
     layout: str
     predicted: float
     measured: float
-    parts: dict[str, tuple[float, float | None]]
+    parts: dict[str, Phase]
+    calibration: CalibratedRun | None
+    """The factors of this run, with the error of the step before and after they are applied."""
     predicted_bytes: int
     kinds: dict[str, int]
     measured_bytes: int | None
     before: int
     device: str
+
+    @property
+    def error(self) -> float:
+        """The relative error of the predicted step."""
+        return self.predicted / self.measured - 1
 
 
 def compare(path: Path, cluster: Cluster, profiles: Sequence[Profile] = ()) -> Compared:
@@ -70,21 +72,25 @@ def compare(path: Path, cluster: Cluster, profiles: Sequence[Profile] = ()) -> C
     settings["parallel"]["data"] = recipe.parallel.data_for(world)
     recipe = type(recipe).model_validate(settings)
     layout = of_recipe(recipe, cluster)
-    predicted = asdict(Predictor.of_layout(recipe, cluster, layout, profiles=profiles).parts(layout))
-    spans = _spans(path / "timeline")
-    parts = {}
-    for name, (measured_by, predicted_by) in SPANS.items():
-        measured = sum(spans.get(span, 0.0) for span in measured_by) if spans else None
-        parts[name] = (sum(predicted[part] for part in predicted_by), measured)
+    step = Predictor.of_layout(recipe, cluster, layout, profiles=profiles).step(layout)
+    phases = phase_check.compare(step, layout.partition, recipe, path / "timeline")
+    predicted, measured = sum(phase.predicted for phase in phases.values()), median(seconds[1:] or seconds)
     peaks = [int(record["peak_memory"]) for record in run.metrics() if record.get("peak_memory")]
     fullest = max(memory_of(recipe, world), key=lambda memory: memory.total)
     before = int(run.manifest().get("memory_before") or 0)
+    calibration = None
+    if phases["forward"].measured is not None:
+        gpus = sorted({cluster.gpu_by_type[type_].name for type_, _ in layout.placement})
+        own = site_calibration.of_run(str(path), shown(layout), gpus, phases, predicted / measured - 1)
+        after = _calibrated_seconds(recipe, cluster, layout, own, profiles) / measured - 1
+        calibration = own.model_copy(update={"error_after": after})
     return Compared(
         run=str(path),
         layout=shown(layout),
-        predicted=sum(predicted.values()),
-        measured=median(seconds[1:] or seconds),
-        parts=parts,
+        predicted=predicted,
+        measured=measured,
+        parts=phases,
+        calibration=calibration,
         predicted_bytes=fullest.total,
         kinds=fullest.by_kind(),
         measured_bytes=max(peaks) - before if peaks else None,
@@ -93,27 +99,30 @@ def compare(path: Path, cluster: Cluster, profiles: Sequence[Profile] = ()) -> C
     )
 
 
-def _spans(folder: Path) -> dict[str, float]:
-    """Seconds per step of each span, on the rank that waits least for its neighbours."""
-    ranks = [_summed(path) for path in sorted(folder.glob("rank-*.jsonl"))]
-    return min(ranks, key=lambda spans: spans.get("receive", 0.0), default={})
+def _calibrated_seconds(
+    recipe: Recipe, cluster: Cluster, layout: Layout, own: CalibratedRun, profiles: Sequence[Profile]
+) -> float:
+    """The predicted step with the factors of a run."""
+    machines = site_calibration.calibrated(cluster, [own])
+    return Predictor.of_layout(recipe, machines, layout, profiles=profiles).parts(layout).total
 
 
-def _summed(path: Path) -> dict[str, float]:
-    spans: dict[str, float] = {}
-    steps = set()
-    for entry in _entries(path):
-        steps.add(entry["step"])
-        spans[entry["name"]] = spans.get(entry["name"], 0.0) + (entry["end_ns"] - entry["start_ns"]) / 1e9
-    return {name: total / len(steps) for name, total in spans.items()}
-
-
-def _entries(path: Path) -> Iterator[dict[str, Any]]:
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            yield loads(line)
-        except ValueError:  # An incomplete last line.
-            return
+def store(compared: Compared, cluster: Path) -> None:
+    """Add the calibration of a run to the file beside the cluster file, unless it makes the prediction worse."""
+    own = compared.calibration
+    if own is None:
+        raise UserError(
+            f"{compared.run} has no timeline to calibrate with", hint="train with log.timeline = [first, last]"
+        )
+    if abs(own.error_after) > abs(own.error_before):
+        raise UserError(
+            f"a calibration with {compared.run} would make its error {_percent(own.error_after)} instead of "
+            f"{_percent(own.error_before)}",
+            hint="check the cluster file, or use a run with more steps in log.timeline",
+        )
+    path = site_calibration.path_beside(cluster)
+    stored = site_calibration.store(path, own)
+    console.say(f"wrote {path}: plans with {cluster} use {len(stored.runs)} run{'s' if len(stored.runs) > 1 else ''}")
 
 
 def as_result(compared: Compared) -> dict[str, Any]:
@@ -123,8 +132,12 @@ def as_result(compared: Compared) -> dict[str, Any]:
         "layout": compared.layout,
         "predicted_seconds": compared.predicted,
         "measured_seconds": compared.measured,
-        "error": compared.predicted / compared.measured - 1,
-        "parts": {name: {"predicted": one, "measured": other} for name, (one, other) in compared.parts.items()},
+        "error": compared.error,
+        "parts": {
+            name: {"predicted": phase.predicted, "measured": phase.measured} for name, phase in compared.parts.items()
+        },
+        "worst": phase_check.worst(compared.parts),
+        "calibration": None if compared.calibration is None else compared.calibration.model_dump(),
         "predicted_bytes": compared.predicted_bytes,
         "predicted_bytes_by_kind": compared.kinds,
         "measured_bytes": compared.measured_bytes,
@@ -134,16 +147,34 @@ def as_result(compared: Compared) -> dict[str, Any]:
 
 
 def as_text(compared: Compared) -> str:
-    """The comparison as a table."""
-    rows = [["part of a step", "predicted", "measured", "error"]]
-    for name, (one, other) in compared.parts.items():
-        rows.append([name, f"{one:.4f}", "" if other is None else f"{other:.4f}", ""])
-    error = compared.predicted / compared.measured - 1
-    rows.append(["total", f"{compared.predicted:.4f}", f"{compared.measured:.4f}", f"{100 * error:+.1f}%"])
-    hint = "" if any(other is not None for _, other in compared.parts.values()) else (
-        "\n\nthe run has no timeline; set log.timeline = [first, last] to measure the parts"
-    )  # fmt: skip
-    return f"{compared.run}: {compared.layout}\n\n{table(rows)}{hint}\n\n{_memory(compared)}"
+    """The comparison as a table, and the term that is off."""
+    rows = [["phase of a step", "predicted", "measured", "error"]]
+    for name, phase in compared.parts.items():
+        measured = phase.measured
+        error = "" if not measured else _percent(phase.predicted / measured - 1)
+        rows.append([name, f"{phase.predicted:.4f}", "" if measured is None else f"{measured:.4f}", error])
+    rows.append(["total", f"{compared.predicted:.4f}", f"{compared.measured:.4f}", _percent(compared.error)])
+    return f"{compared.run}: {compared.layout}\n\n{table(rows)}\n\n{_term(compared)}\n\n{_memory(compared)}"
+
+
+def _term(compared: Compared) -> str:
+    """Which term is off, and what a calibration with this run would change."""
+    name, calibration = phase_check.worst(compared.parts), compared.calibration
+    if name is None or calibration is None:
+        return "the run has no timeline; set log.timeline = [first, last] to measure the phases"
+    phase = compared.parts[name]
+    how = "short" if phase.difference > 0 else "long"
+    share = abs(phase.difference) / compared.measured
+    return (
+        f"the term that is off most is {name}: predicted {abs(phase.difference):.4f} s too {how}, "
+        f"{100 * share:.1f}% of the step\n"
+        f"calibrated with this run (--store), the error of the step is {_percent(calibration.error_after)} instead of "
+        f"{_percent(calibration.error_before)}"
+    )
+
+
+def _percent(error: float) -> str:
+    return f"{100 * error:+.1f}%"
 
 
 def _memory(compared: Compared) -> str:
@@ -162,10 +193,7 @@ def _memory_note(compared: Compared) -> str:
     if compared.measured_bytes is None:
         return "the run recorded no memory (peak_memory in metrics.jsonl)"
     if not compared.device.startswith("cpu"):
-        return (
-            "measured is the peak memory of tensors on the GPU; predicted is an upper bound, because not all kinds "
-            "peak at the same time"
-        )
+        return "measured is the peak memory of tensors on the GPU"
     return (
         f"measured is the peak resident set of the process minus the {units.size(compared.before)} that were resident "
         "before the model was built (Python, torch's libraries). It includes pages of token files, libraries that are "
