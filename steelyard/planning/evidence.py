@@ -57,13 +57,13 @@ class Evidence:
         return type(cost)(layer, embedding, head, update)
 
     def measured(self, memories: list[Memory], layout: Layout, ranks: Sequence[int]) -> list[Memory]:
-        """Predicted memories, with the difference to the measured peak as temporaries where a rank was measured."""
+        """Predicted memories; where a rank was measured, their sum is its peak."""
         if not self.peaks:
             return memories
         key = layout_key(layout)
         found = [self.peaks.get((key, rank)) for rank in ranks]
         return [
-            memory if peak is None else replace(memory, temporaries=memory.temporaries + peak - memory.total)
+            memory if peak is None else replace(memory, not_at_once=memory.not_at_once + peak - memory.total)
             for memory, peak in zip(memories, found, strict=True)
         ]
 

@@ -17,7 +17,7 @@ from steelyard.core.recipe.load import explained
 from steelyard.core.recipe.section import NonNegativeInt, PositiveInt, Section
 from steelyard.core.safe_parse import read_json_object
 from steelyard.planning.cluster import Cluster, Link, Nodes
-from steelyard.planning.evidence import Evidence, Factors, layout_key, work_key
+from steelyard.planning.evidence import Evidence, Factors, WorkKey, layout_key, work_key
 from steelyard.planning.layout import Layout, of_recipe
 from steelyard.planning.predict import Predictor
 from steelyard.sizes.memory import memory_of
@@ -154,9 +154,9 @@ def with_prediction(result: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
 
 
 def evidence_of(files: list[MeasuredRanks], recipe: Recipe) -> Evidence:
-    """The evidence of measured ranks: factors of their work, and their memory. The fullest rank of a kind counts."""
-    work: dict[tuple[object, ...], Factors] = {}
-    peaks: dict[tuple[tuple[object, ...], int], int] = {}
+    """The evidence of measured ranks: factors of their work, over all ranks with the same work, and their memory."""
+    sums: dict[WorkKey, list[dict[str, float]]] = {}
+    peaks: dict[tuple[WorkKey, int], int] = {}
     for measured in files:
         applied = _applied(recipe, measured)
         layout = of_recipe(applied, free_cluster(measured.gpu, measured.world))
@@ -164,12 +164,16 @@ def evidence_of(files: list[MeasuredRanks], recipe: Recipe) -> Evidence:
             predicted = predicted_phases(
                 applied, measured.world, measured.gpu, rank.pipeline_rank, measured.expert_imbalance
             )
-            seconds = rank.seconds.by_phase()
-            work[work_key(layout, measured.gpu)] = Factors(
-                **{phase: seconds[phase] / predicted[phase] if predicted[phase] else 1.0 for phase in PHASES}
-            )
+            both = sums.setdefault(work_key(layout, measured.gpu), [dict.fromkeys(PHASES, 0.0) for _ in range(2)])
+            for phase in PHASES:
+                both[0][phase] += rank.seconds.by_phase()[phase]
+                both[1][phase] += predicted[phase]
             key = layout_key(layout), rank.pipeline_rank
             peaks[key] = max(peaks.get(key, 0), rank.peak_bytes)
+    work = {
+        key: Factors(*(seconds[phase] / predicted[phase] if predicted[phase] else 1.0 for phase in PHASES))
+        for key, (seconds, predicted) in sums.items()
+    }
     return Evidence(work=work, peaks=peaks)
 
 

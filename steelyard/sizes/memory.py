@@ -44,7 +44,7 @@ class Memory:
     exchange_buffers: int
     host: int
     not_at_once: int = 0
-    """At most 0: what the sum of the other kinds exceeds the peak by."""
+    """The peak minus the sum of the other kinds: at most 0, unless the peak was measured."""
 
     @property
     def total(self) -> int:
