@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from operator import mul
 
 from steelyard.core.recipe import Recipe
-from steelyard.sizes import activations
+from steelyard.sizes import activations, head_memory
 from steelyard.sizes.activations import FP32, working_bytes
 from steelyard.sizes.adapter_size import adapter_size
 from steelyard.sizes.gpu_catalogue import GIB
@@ -21,7 +21,6 @@ from steelyard.sizes.param_count import layer_matrices
 from steelyard.sizes.rank_check import data_ranks
 from steelyard.sizes.stage_layers import stages_layers, stages_parameters
 
-CHUNK_BYTES = 1 << 31  # of logits, as in model/loss.py
 STATES = {"adamw": 2, "sgd": 1, "sgd-sai": 1}
 TOKEN_ID = 8
 LOGITS = {"2:4": 1.5, "1:4": 1.0}  # mask logits per weight for learned masks
@@ -88,6 +87,7 @@ class _Rank:
         parallel = self.parallel = recipe.parallel
         self.each, self.per_token = working_bytes(recipe), shared.per_token
         self.stages = range(rank, parallel.stages, parallel.pipeline)
+        self.is_last = parallel.stages - 1 in self.stages
         self.parts = shared.parts[rank :: parallel.pipeline]
         self.stage_layers = shared.layers[rank :: parallel.pipeline]
         self.layers = [part.layers for part in self.parts]
@@ -124,6 +124,7 @@ class _Rank:
         sharded = FP32 * self._share(self.trained)
         state = STATES[self.recipe.optim.name] * sharded
         offload = self.recipe.optim.offload
+        logits = head_memory.logits_chunk(self.recipe, self.tokens) if self.is_last else 0
         memory = Memory(
             weights=kept,
             working_copies=self._working_copies() + self._masked_weights(),
@@ -131,7 +132,7 @@ class _Rank:
             optimizer=0 if offload else state,
             activations=self._most(self._kept, self._held_for_weights),
             temporaries=self._temporaries(),
-            head_and_loss=self._head_and_loss(),
+            head_and_loss=logits + sum(self._head_gradients()),
             layer_buffers=self._layer_buffers(),
             exchange_buffers=self._exchange_buffers(),
             host=state + 2 * sharded if offload else 0,
@@ -143,6 +144,9 @@ class _Rank:
         """The sizes of the moments of a step."""
         in_flight = max(sum(state[: len(self.stages)]) for state in self.states)
         tables, table = self._head_gradients()
+        # The loss casts the head, unless FSDP has gathered it in the working precision.
+        is_cast = self.is_last and self.columns == 1 and self.each != self.weight_bytes
+        cast = head_memory.cast_head(self.recipe) if is_cast else 0
         accumulates = self._accumulates()
         whole = FP32 * self.trained if accumulates or self.shards == 1 else sharded
         # After the first backward pass nothing more is added to the activations if all micro-batches are in flight.
@@ -160,7 +164,7 @@ class _Rank:
             before=0 if is_first else whole,
             after=FP32 * self.trained if self.shards == 1 else max(sharded, whole if accumulates else 0),
             new=FP32 * unit if self.columns == 1 and held else 0,
-            logits=memory.head_and_loss - tables - table + self._cast_head(),
+            logits=memory.head_and_loss - tables - table + cast,
             tables=tables,
             table=table,
             temporaries=memory.temporaries,
@@ -168,12 +172,6 @@ class _Rank:
             buffers=buffers if held else 0,
             end_buffers=end_buffers,
         )
-
-    def _cast_head(self) -> int:
-        """The head in the working precision, which the loss casts unless FSDP has gathered it so."""
-        if self.columns > 1 or self.each == self.weight_bytes or self.parallel.stages - 1 not in self.stages:
-            return 0
-        return self.each * self.recipe.model.padded_vocab // self.parallel.tensor * self.recipe.model.hidden
 
     def _share(self, parameters: int) -> int:
         """The shard of this rank of trained parameters."""
@@ -283,29 +281,11 @@ class _Rank:
         largest = self.per_token.largest
         return self.tokens * (largest.temporaries + (largest.kept if again else 0))
 
-    def _head_and_loss(self) -> int:
-        """A chunk of logits, and the fp32 gradient of the head, which the forward pass computes and keeps.
-
-        A kernel overwrites the logits with their gradient. With a sharded vocabulary, or on a CPU, a chunk needs two or
-        three more fp32 tensors. A soft cap needs its slopes, and another tensor while they are computed.
-        """
-        if self.parallel.stages - 1 not in self.stages:
-            return 0
-        rows = self.recipe.model.padded_vocab // self.parallel.tensor
-        in_place = self.parallel.tensor == 1 and self.recipe.train.device != "cpu"
-        chunk = min(CHUNK_BYTES, self.each * rows * self.tokens) // self.each
-        slopes = 2 * self.each if self.recipe.model.blocks.logit_softcap else 0
-        # Logits in fp32 are a copy only of those in 16 bits; their exponentials and their gradient follow.
-        others = 0 if in_place else (2 if self.each == FP32 else 3) * FP32
-        chunk *= self.each + slopes + others
-        return chunk + sum(self._head_gradients())
-
     def _head_gradients(self) -> tuple[int, int]:
         """The gradients of the head that micro-batches in flight keep, and one such gradient."""
-        if self.is_frozen or self.parallel.stages - 1 not in self.stages:
+        if self.is_frozen or not self.is_last:
             return 0, 0
-        table = FP32 * (self.recipe.model.padded_vocab // self.parallel.tensor) * self.recipe.model.hidden
-        last = len(self.stages) - 1
+        table, last = head_memory.head_gradient(self.recipe), len(self.stages) - 1
         return self._most(lambda local: table if local == last else 0, lambda local: 0), table
 
     def _layer_buffers(self, ends: bool = True) -> int:

@@ -1,0 +1,36 @@
+"""Memory of the fused head and loss (`model/loss.py`) on a rank of the last stage."""
+
+from __future__ import annotations
+
+from steelyard.core.recipe import Recipe
+from steelyard.sizes.activations import FP32, working_bytes
+
+CHUNK_BYTES = 1 << 31  # of logits, as in model/loss.py
+
+
+def _rows(recipe: Recipe) -> int:
+    return recipe.model.padded_vocab // recipe.parallel.tensor
+
+
+def logits_chunk(recipe: Recipe, tokens: int) -> int:
+    """A chunk of logits, and what is computed from it.
+
+    A kernel overwrites the logits with their gradient. With a sharded vocabulary, or on a CPU, a chunk needs more fp32
+    tensors: a copy of 16-bit logits, their exponentials and their gradient. A soft cap needs its slopes, and another
+    tensor while they are computed.
+    """
+    each = working_bytes(recipe)
+    in_place = recipe.parallel.tensor == 1 and recipe.train.device != "cpu"
+    others = 0 if in_place else (2 if each == FP32 else 3) * FP32
+    slopes = 2 * each if recipe.model.blocks.logit_softcap else 0
+    return min(CHUNK_BYTES, each * _rows(recipe) * tokens) // each * (each + slopes + others)
+
+
+def head_gradient(recipe: Recipe) -> int:
+    """The gradient of the head in fp32, which the forward pass computes and keeps."""
+    return FP32 * _rows(recipe) * recipe.model.hidden
+
+
+def cast_head(recipe: Recipe) -> int:
+    """The head in the working precision."""
+    return working_bytes(recipe) * _rows(recipe) * recipe.model.hidden
