@@ -195,8 +195,8 @@ def _with_evidence(
         machines = site_calibration.calibrated(machines, stored.runs)
     files_read = [measured_ranks.load(each) for each in measured]
     for each, read in zip(measured, files_read, strict=True):
-        measured_ranks.refuse_another(read, recipe, each)
-    return machines.with_evidence(measured_ranks.evidence_of(files_read, recipe)) if files_read else machines
+        measured_ranks.refuse_another(read, recipe, each, machines)
+    return machines.with_evidence(measured_ranks.evidence_of(files_read, recipe, machines)) if files_read else machines
 
 
 def _profile(path: Path, recipe: Recipe, machines: Cluster) -> Profile:

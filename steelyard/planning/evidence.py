@@ -1,22 +1,42 @@
 """Measurements that correct a prediction: ranks of `steelyard plan measure`, and the calibration of a site.
 
 A measured rank gives factors, measured / predicted seconds, for layouts whose ranks compute the same layer: the same
-GPU, degrees of tensor, context and expert parallelism, micro-batch and recomputation. Its peak memory replaces the
-predicted memory of the layout that was measured. The factors of a site hold for a GPU under any layout.
+GPU, degrees of tensor, context and expert parallelism, micro-batch and recomputation. Other layouts on this GPU get the
+factors of the nearest one, so that they are compared on the same scale. Its peak memory replaces the predicted memory
+of the layout that was measured. The factors of a site hold for a GPU that has no measured rank.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from steelyard.planning.layout import Layout
     from steelyard.planning.step import StageCost, UnitCost
     from steelyard.sizes.memory import Memory
 
-WorkKey = tuple[object, ...]
+LayoutKey = tuple[object, ...]
+
+
+class WorkKey(NamedTuple):
+    """What the work of a layer on a rank depends on."""
+
+    gpu: str
+    tensor: int
+    context: int
+    expert: int
+    micro_batch: int
+    sequence_parallel: bool
+    recompute: str | int
+
+    def distance(self, other: WorkKey) -> float:
+        """How much another rank's work differs: in the logarithms of its degrees, and in what else differs."""
+        degrees = zip(self[1:5], other[1:5], strict=True)
+        others = sum(one != two for one, two in zip(self[5:], other[5:], strict=True))
+        return sum(abs(math.log(one / two)) for one, two in degrees) + others
 
 
 @dataclass(frozen=True)
@@ -35,7 +55,7 @@ class Evidence:
     work: Mapping[WorkKey, Factors] = field(default_factory=dict)
     site: Mapping[str, Factors] = field(default_factory=dict)
     """By GPU."""
-    peaks: Mapping[tuple[WorkKey, int], int] = field(default_factory=dict)
+    peaks: Mapping[tuple[LayoutKey, int], int] = field(default_factory=dict)
     """Measured bytes of a pipeline rank of a layout."""
     overhead: float = 0.0
     """Seconds per step that a site adds: data, and what else no phase explains."""
@@ -48,13 +68,17 @@ class Evidence:
         )  # fmt: skip
 
     def corrected(self, cost: StageCost, layout: Layout, gpu: str) -> StageCost:
-        """The cost of a pipeline rank with the factors of its measurement, or else of its site."""
-        factors = self.work.get(work_key(layout, gpu)) or self.site.get(gpu)
+        """The cost of a pipeline rank with the factors of the nearest measurement on its GPU, or else of its site."""
+        factors = self._nearest(work_key(layout, gpu)) or self.site.get(gpu)
         if factors is None:
             return cost
         update = tuple(replace(each, bytes=each.bytes * factors.optimizer) for each in cost.update)
         layer, embedding, head = (_scaled(part, factors) for part in (cost.layer, cost.embedding, cost.head))
         return type(cost)(layer, embedding, head, update)
+
+    def _nearest(self, key: WorkKey) -> Factors | None:
+        near = [known for known in self.work if known.gpu == key.gpu]
+        return self.work[min(near, key=key.distance)] if near else None
 
     def measured(self, memories: list[Memory], layout: Layout, ranks: Sequence[int]) -> list[Memory]:
         """Predicted memories; where a rank was measured, their sum is its peak."""
@@ -83,14 +107,14 @@ def _scaled(cost: UnitCost, factors: Factors) -> UnitCost:
 
 
 def work_key(layout: Layout, gpu: str) -> WorkKey:
-    """What the work of a layer on a rank depends on."""
-    return (
+    """The work of a layout's ranks on a GPU."""
+    return WorkKey(
         gpu, layout.tensor, layout.context, layout.expert, layout.micro_batch, layout.sequence_parallel,
         layout.recompute,
     )  # fmt: skip
 
 
-def layout_key(layout: Layout) -> WorkKey:
+def layout_key(layout: Layout) -> LayoutKey:
     """A layout without its placement: its memory does not depend on that."""
     return (
         layout.tensor, layout.context, layout.expert, layout.pipeline, layout.virtual, layout.data, layout.zero,

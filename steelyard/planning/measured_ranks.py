@@ -5,19 +5,20 @@ The format is JSON, one object; `MeasuredRanks` has its keys, and `training/rank
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveFloat, ValidationError
+from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveFloat, ValidationError, model_validator
 
 from steelyard.core import units
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
 from steelyard.core.recipe.load import explained
-from steelyard.core.recipe.section import NonNegativeInt, PositiveInt, Section
+from steelyard.core.recipe.section import Batch, Degree, NonNegativeInt, PositiveInt, Section, contradiction
 from steelyard.core.safe_parse import read_json_object
-from steelyard.planning.cluster import Cluster, Link, Nodes
-from steelyard.planning.evidence import Evidence, Factors, WorkKey, layout_key, work_key
+from steelyard.planning.cluster import Cluster, Link, Nodes, OwnGpu
+from steelyard.planning.evidence import Evidence, Factors, LayoutKey, WorkKey, layout_key, work_key
 from steelyard.planning.layout import Layout, of_recipe
 from steelyard.planning.predict import Predictor
 from steelyard.sizes.memory import memory_of
@@ -54,19 +55,52 @@ class MeasuredRank(Section):
     peak_bytes: PositiveInt
 
 
+class MeasuredLayout(Section):
+    """The layout: keys of `[parallel]`, and the micro-batch."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    tensor: Degree
+    context: Degree
+    expert: Degree
+    pipeline: Degree
+    virtual: Degree
+    data: Degree
+    replicate: Degree = 1
+    zero: Annotated[int, Field(ge=0, le=3)]
+    sequence_parallel: bool
+    schedule: str
+    recompute: str | int
+    partition: Annotated[list[NonNegativeInt], Field(min_length=1, max_length=10_000)]
+    micro_batch: Batch
+
+    def parallel(self) -> dict[str, Any]:
+        """The keys of a recipe's `[parallel]`."""
+        return self.model_dump(exclude={"micro_batch"}) | {"partition": "-".join(map(str, self.partition))}
+
+
 class MeasuredRanks(Section):
     """A file."""
 
     model_config = ConfigDict(extra="ignore")
 
-    world: PositiveInt
+    world: Degree
     gpu: str
     precision: str
     model: dict[str, Any]
-    layout: dict[str, Any]
-    micro_batches: PositiveInt
-    expert_imbalance: PositiveFloat = 1.0
+    layout: MeasuredLayout
+    micro_batches: Batch
+    expert_imbalance: Annotated[float, Field(ge=1)] = 1.0
     ranks: Annotated[list[MeasuredRank], Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _check(self) -> MeasuredRanks:
+        of = self.layout
+        if self.world != of.tensor * of.context * of.pipeline * of.data:
+            raise contradiction("world", f"{self.world} is not the product of the layout's degrees", "measure again")
+        if any(rank.rank >= self.world or rank.pipeline_rank >= of.pipeline for rank in self.ranks):
+            raise contradiction("ranks", "a rank is not one of the layout", "measure again")
+        return self
 
 
 def load(path: Path) -> MeasuredRanks:
@@ -88,8 +122,14 @@ def identity(recipe: Recipe) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def refuse_another(measured: MeasuredRanks, recipe: Recipe, path: Path) -> None:
-    """Raise `UserError` if another model, length or precision was measured."""
+def refuse_another(measured: MeasuredRanks, recipe: Recipe, path: Path, cluster: Cluster | None = None) -> None:
+    """Raise `UserError` if another model, length or precision was measured, or a GPU that is not in the cluster."""
+    names = sorted({gpu.name for gpu in cluster.gpu_by_type.values()}) if cluster else [measured.gpu]
+    if measured.gpu not in names:
+        raise UserError(
+            f"this was measured on {measured.gpu}, but the cluster has {', '.join(names)}", where=str(path),
+            hint="omit it, or set gpu in the file to the name of this device in the cluster file",
+        )  # fmt: skip
     mine = identity(recipe) | {"precision": recipe.train.precision}
     theirs = measured.model | {"precision": measured.precision}
     for key, value in mine.items():
@@ -99,13 +139,18 @@ def refuse_another(measured: MeasuredRanks, recipe: Recipe, path: Path) -> None:
                 where=str(path),
                 hint="measure again with steelyard plan measure RECIPE",
             )
+    try:
+        _applied(recipe, measured)
+    except ValidationError as error:
+        first = error.errors()[0]["msg"]
+        raise UserError(f"the recipe cannot have the measured layout: {first}", where=str(path)) from None
 
 
-def free_cluster(gpu: str, world: int) -> Cluster:
-    """`world` GPUs of one kind whose links cost nothing."""
+def free_cluster(gpu: str, world: int, own: Sequence[OwnGpu] = ()) -> Cluster:
+    """`world` GPUs of one kind whose links cost nothing; `own` describes GPUs that the catalogue does not have."""
     nodes = Nodes(type="node", count=1, gpu=gpu, gpus=1, intra_GBps=FREE_GBPS, intra_latency_us=0.0)
     link = Link(between=["*", "*"], GBps=FREE_GBPS, latency_us=0.0)
-    return Cluster(nodes=[nodes.model_copy(update={"count": world})], links=[link], gpus=[])
+    return Cluster(nodes=[nodes.model_copy(update={"count": world})], links=[link], gpus=list(own))
 
 
 def with_world(recipe: Recipe, world: int) -> Recipe:
@@ -115,9 +160,9 @@ def with_world(recipe: Recipe, world: int) -> Recipe:
     return recipe.model_copy(update={"parallel": parallel})
 
 
-def predicted_phases(recipe: Recipe, world: int, gpu: str, pipeline_rank: int, imbalance: float) -> dict[str, float]:
-    """Predicted seconds of compute of one pipeline rank by phase, without communication."""
-    recipe, cluster = with_world(recipe, world), free_cluster(gpu, world)
+def predicted_phases(recipe: Recipe, cluster: Cluster, pipeline_rank: int, imbalance: float) -> dict[str, float]:
+    """Predicted seconds of compute of one pipeline rank by phase, on a `free_cluster`."""
+    recipe = with_world(recipe, cluster.ranks)
     layout = of_recipe(recipe, cluster)
     return phases_of(Predictor.of_layout(recipe, cluster, layout, imbalance=imbalance), layout, pipeline_rank)
 
@@ -140,11 +185,9 @@ def phases_of(predictor: Predictor, layout: Layout, rank: int) -> dict[str, floa
 
 def with_prediction(result: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
     """The result of a measurement with predicted seconds beside the measured ones."""
-    ranks = []
+    ranks, machines = [], free_cluster(result["gpu"], result["world"])
     for rank in result["ranks"]:
-        predicted = predicted_phases(
-            recipe, result["world"], result["gpu"], rank["pipeline_rank"], result["expert_imbalance"]
-        )
+        predicted = predicted_phases(recipe, machines, rank["pipeline_rank"], result["expert_imbalance"])
         total = sum(predicted.values())
         error = total / rank["compute_seconds"] - 1
         ranks.append(
@@ -153,17 +196,16 @@ def with_prediction(result: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
     return result | {"ranks": ranks}
 
 
-def evidence_of(files: list[MeasuredRanks], recipe: Recipe) -> Evidence:
+def evidence_of(files: list[MeasuredRanks], recipe: Recipe, cluster: Cluster) -> Evidence:
     """The evidence of measured ranks: factors of their work, over all ranks with the same work, and their memory."""
     sums: dict[WorkKey, list[dict[str, float]]] = {}
-    peaks: dict[tuple[WorkKey, int], int] = {}
+    peaks: dict[tuple[LayoutKey, int], int] = {}
     for measured in files:
         applied = _applied(recipe, measured)
-        layout = of_recipe(applied, free_cluster(measured.gpu, measured.world))
+        machines = free_cluster(measured.gpu, measured.world, cluster.gpus)
+        layout = of_recipe(applied, machines)
         for rank in measured.ranks:
-            predicted = predicted_phases(
-                applied, measured.world, measured.gpu, rank.pipeline_rank, measured.expert_imbalance
-            )
+            predicted = predicted_phases(applied, machines, rank.pipeline_rank, measured.expert_imbalance)
             both = sums.setdefault(work_key(layout, measured.gpu), [dict.fromkeys(PHASES, 0.0) for _ in range(2)])
             for phase in PHASES:
                 both[0][phase] += rank.seconds.by_phase()[phase]
@@ -179,14 +221,10 @@ def evidence_of(files: list[MeasuredRanks], recipe: Recipe) -> Evidence:
 
 def _applied(recipe: Recipe, measured: MeasuredRanks) -> Recipe:
     """The recipe with the layout and batch that were measured."""
-    settings = recipe.settings()
-    own = dict(measured.layout)
-    micro_batch = own.pop("micro_batch")
-    own.pop("offload", None)
-    partition = own.pop("partition")
-    settings["parallel"] = own | {"partition": "-".join(map(str, partition))}
+    settings, layout = recipe.settings(), measured.layout
+    settings["parallel"] = layout.parallel()
     settings["train"] |= {
-        "micro_batch": micro_batch, "global_batch": measured.micro_batches * micro_batch * own["data"]
+        "micro_batch": layout.micro_batch, "global_batch": measured.micro_batches * layout.micro_batch * layout.data
     }  # fmt: skip
     settings["train"].pop("batch_ramp", None)
     return Recipe.model_validate(settings)
