@@ -184,6 +184,10 @@ def _group_class() -> Any:
 
         all_to_all_single = alltoall_base
 
+    for name, method in list(vars(FakeGroup).items()):
+        # Layers that are compiled around a collective would trace it, and its events would never be recorded.
+        if callable(method) and not name.startswith("__"):
+            setattr(FakeGroup, name, torch.compiler.disable(method))
     return FakeGroup
 
 
