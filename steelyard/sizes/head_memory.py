@@ -15,13 +15,13 @@ def _rows(recipe: Recipe) -> int:
 def logits_chunk(recipe: Recipe, tokens: int) -> int:
     """A chunk of logits, and what is computed from it.
 
-    A kernel overwrites the logits with their gradient. With a sharded vocabulary, or on a CPU, a chunk needs more fp32
-    tensors: a copy of 16-bit logits, their exponentials and their gradient. A soft cap needs its slopes, and another
-    tensor while they are computed.
+    A kernel overwrites the logits with their gradient. With a sharded vocabulary, or on a CPU, a chunk needs their
+    exponentials and gradient in fp32, and the gradient in 16 bits. A soft cap needs its slopes, and another tensor
+    while they are computed.
     """
     each = working_bytes(recipe)
     in_place = recipe.parallel.tensor == 1 and recipe.train.device != "cpu"
-    others = 0 if in_place else (2 if each == FP32 else 3) * FP32
+    others = 0 if in_place else 2 * FP32 + (0 if each == FP32 else each)
     slopes = 2 * each if recipe.model.blocks.logit_softcap else 0
     return min(CHUNK_BYTES, each * _rows(recipe) * tokens) // each * (each + slopes + others)
 

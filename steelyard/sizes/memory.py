@@ -155,6 +155,7 @@ class _Rank:
         unit = 0 if self.is_frozen else layer
         held = any(self.layers)
         buffers, end_buffers = self._layer_buffers(ends=False), self._layer_buffers()
+        casting = buffers - (FP32 * unit if self.columns > 1 else 0)  # The sum over ranks is in fp32.
         return MomentSizes(
             always=memory.weights + memory.optimizer + memory.exchange_buffers,
             copies=memory.working_copies,
@@ -169,7 +170,9 @@ class _Rank:
             table=table,
             temporaries=memory.temporaries,
             gathered=self.each * layer if self.parallel.zero == 3 and self.columns > 1 else 0,
-            buffers=buffers if held else 0,
+            buffers=casting if held else 0,
+            reducing=buffers if held and self.columns > 1 else 0,
+            freed=table - self.each * table // FP32 if self.columns > 1 else 0,
             end_buffers=end_buffers,
         )
 
@@ -312,8 +315,8 @@ class _Rank:
         if self.experts_are_whole:
             unit, layer = max(layer - experts, outer), layer - experts
             cast = 0 if self.each == FP32 else 2 * self.each * experts
-        # ZeRO 3: the current layer, the next one, and its flat gather buffer.
-        gathering = 3 * self.each * layer if self.parallel.zero == 3 else 0
+        # ZeRO 3: the current layer, and the flat gather buffer of the next one.
+        gathering = 2 * self.each * layer if self.parallel.zero == 3 else 0
         return gathering + (self.each + FP32) * unit + cast
 
     def _exchange_buffers(self) -> int:

@@ -2,6 +2,7 @@
 
 loss        all activations in flight, and a chunk of logits; the last micro-batch has no gradients yet
 backward    the same without the logits, with the temporaries and new gradients of the last layer
+reduce      the same without the activations and temporaries of the last layer, with the buffers of its reduction
 bottom      the activations of the first layer only, and the gradients of all others
 ends        gradients of the embedding and the head are reduced, after all activations are freed
 update      weights, gradients and optimizer state
@@ -42,7 +43,11 @@ class MomentSizes:
     gathered: int
     """Weights of a layer that are gathered beside the ones in use."""
     buffers: int
-    """Buffers to cast, gather and reduce one layer."""
+    """Buffers to cast and gather one layer."""
+    reducing: int
+    """Buffers to gather the next layer and to reduce the gradients of one."""
+    freed: int
+    """What the backward pass of the head frees: gradients in fp32, of which FSDP keeps a copy in 16 bits."""
     end_buffers: int
     """The same for the embedding and head."""
 
@@ -53,14 +58,17 @@ def peak(of: MomentSizes) -> int:
     one = share / max(1, of.layers)
     rest = 1 - share + one
     full = of.always + of.copies + of.activations + of.before + of.tables
-    backward = full + of.new + of.buffers + of.temporaries
+    backward = full + of.new + of.buffers + of.temporaries - of.freed
+    reduce = full - int(of.activations * one) + of.reducing - of.freed
     if not of.before:  # The gradient of the head is the first one.
         backward += of.table - min(of.tables, of.table)
-    bottom = of.always + int(of.copies * rest) + int(of.activations * rest) + of.after + of.buffers + of.temporaries
+    bottom = of.always + int(of.copies * rest) + int(of.activations * rest) + of.after
+    bottom += max(of.buffers + of.temporaries, of.reducing)
     return max(
         full + of.logits + of.gathered,
         full + of.table,  # The gradient that the loss computed, and the same times the loss scale.
         backward,
+        reduce,
         bottom,
         of.always + int(of.activations * (1 - share)) + of.after + of.end_buffers,
         of.always + of.after,
