@@ -6,7 +6,8 @@ from steelyard.core.recipe import load_recipe
 from steelyard.core.recipe.optim_section import OptimSection
 from steelyard.parallel.param_shards import ParamShard
 from steelyard.training.optimizer import Optimizer
-from steelyard.training.sgd import Sgd, SgdSai
+from steelyard.training.optimizers.sgd import Sgd
+from steelyard.training.optimizers.sgd_sai import SgdSai
 
 
 def gradients(steps: int, size: int) -> list[torch.Tensor]:

@@ -12,7 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from steelyard.core.recipe.optim_section import OptimSection
+from steelyard.parallel.mesh import MeshAxis
+from steelyard.training.optimizers import OptimParam, param_groups
+
 LARGE = 1 << 22  # elements; for smaller tensors a launch per tensor costs the host more than torch's shared launch
+
+
+def build(params: list[OptimParam], optim: OptimSection, stage: MeshAxis) -> AdamW:
+    """AdamW for all parameters."""
+    return AdamW(param_groups(params), **options(optim))
+
+
+def options(optim: OptimSection) -> dict[str, Any]:
+    """The recipe's options of AdamW."""
+    return {"lr": optim.learning_rate, "betas": tuple(optim.betas), "eps": optim.eps, "fused": True}
 
 
 class AdamW(torch.optim.AdamW):
@@ -40,7 +54,7 @@ class AdamW(torch.optim.AdamW):
             parameter.grad = gradient
 
     def _update_large(self, parameter: Tensor, group: dict[str, Any]) -> bool:
-        from steelyard.training.adamw_kernel import move
+        from steelyard.training.optimizers.adamw_kernel import move
 
         state = self.state[parameter]
         if not state:
