@@ -89,7 +89,9 @@ class Round:
         outputs = [(target, unit) for target in ranks for unit in owned if target in unit.boxes]
         self.received = [(*places[id(unit)], unit.boxes[source], unit.first) for source, unit in inputs]
         self.returned = [(*places[id(unit)], unit.boxes[target], unit.first) for target, unit in outputs]
-        self.send_sizes = [_size(me, (unit for unit in held if unit.owner == to and me in unit.sources)) for to in ranks]
+        self.send_sizes = [
+            _size(me, (unit for unit in held if unit.owner == to and me in unit.sources)) for to in ranks
+        ]
         self.receive_sizes = [_size(of, (unit for source, unit in inputs if source == of)) for of in ranks]
         self.return_sizes = [_size(to, (unit for target, unit in outputs if target == to)) for to in ranks]
         self.result_sizes = [_size(me, (unit for unit in held if unit.owner == of)) for of in ranks]

@@ -107,7 +107,7 @@ def _flat(tensor: Tensor, piece: HeldPiece) -> Tensor:
 
 
 def _kernels(tensor: Tensor) -> Any:
-    """The module with the operations per element: kernels on a GPU, otherwise plain torch, which is their definition."""
+    """The module with the operations per element: kernels on a GPU, otherwise plain torch."""
     if tensor.is_cuda:
         from steelyard.training.optimizers import muon_kernel
 

@@ -20,7 +20,19 @@ def orthogonalize(stack: Tensor, iterations: int) -> Tensor:
     is_tall = stack.shape[1] > stack.shape[2]
     x = stack.div_(torch.linalg.vector_norm(stack, dim=(1, 2), keepdim=True).clamp(min=EPS))
     for _ in range(iterations):
-        gram = x.mT @ x if is_tall else x @ x.mT
-        polynomial = torch.baddbmm(gram, gram, gram, beta=B, alpha=C)
-        x = torch.baddbmm(x, x, polynomial, beta=A) if is_tall else torch.baddbmm(x, polynomial, x, beta=A)
+        gram = _product(None, x.mT, x) if is_tall else _product(None, x, x.mT)
+        polynomial = _product(gram, gram, gram, beta=B, alpha=C)
+        x = _product(x, x, polynomial, beta=A) if is_tall else _product(x, polynomial, x, beta=A)
     return x
+
+
+def _product(added: Tensor | None, one: Tensor, other: Tensor, beta: float = 1.0, alpha: float = 1.0) -> Tensor:
+    """beta added + alpha one @ other, rounded once.
+
+    Many CPUs have no fast product of 16 bits, so there the product of the same numbers is computed in fp32.
+    """
+    dtype = one.dtype
+    if not one.is_cuda:
+        one, other, added = one.float(), other.float(), None if added is None else added.float()
+    result = torch.bmm(one, other) if added is None else torch.baddbmm(added, one, other, beta=beta, alpha=alpha)
+    return result.to(dtype)

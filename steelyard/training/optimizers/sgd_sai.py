@@ -40,7 +40,9 @@ class SgdSai(Sgd):
 
     def make_state(self) -> None:
         """Create the state for a checkpoint to be loaded into."""
-        self.start({parameter: self.grad_scale.new_zeros(()) for group in self.param_groups for parameter in group["params"]})
+        self.start(
+            {parameter: self.grad_scale.new_zeros(()) for group in self.param_groups for parameter in group["params"]}
+        )
         self.step()
 
     def _update(self, state: dict[str, Tensor], gradient: Tensor, group: dict[str, Any]) -> tuple[Tensor, Any]:
