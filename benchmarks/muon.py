@@ -174,7 +174,7 @@ def compare_losses(options: argparse.Namespace) -> None:
 def final_loss(recipe: str, settings: list[str], folder: Path, kind: str, rate: float, steps: int, seed: int) -> float:
     """The validation loss at the end of a run, which is trained unless it is in the folder."""
     path = folder / f"{kind}-{rate:g}-{steps}-{seed}"
-    record = path.with_suffix(".json")
+    record = path.with_name(f"{path.name}.json")
     if not record.exists():
         run = training.run(
             load_recipe(recipe, [
