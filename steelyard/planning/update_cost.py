@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from steelyard.core.recipe import Recipe
-from steelyard.core.recipe.optimizers import OPTIMIZERS
+from steelyard.core.recipe.optimizers import OPTIMIZERS, STATE_BYTES
 from steelyard.planning.cluster import Nodes
 from steelyard.planning.compute import Work
 from steelyard.sizes.activations import FP32
@@ -44,7 +44,7 @@ def optimizer(work: Work, recipe: Recipe, ranks: int) -> UpdateCost:
     optim, sizes = recipe.optim, parameters(recipe.model)
     spec = OPTIMIZERS[optim.name]
     states = spec.states + (spec.matrix_states - spec.states) * sizes.matrices / sizes.total
-    bytes_ = work.software.optimizer_bytes - 2 * FP32 * (ADAM_STATES - states)
+    bytes_ = work.software.optimizer_bytes - 2 * (FP32 * ADAM_STATES - STATE_BYTES[optim.state] * states)
     bytes_ += work.software.fp16_bytes if work.precision == "fp16" else 0.0
     peak = work.gpu.peak(optim.muon_precision)
     rate = work.rate if peak is None else peak * work.gpu.sustained

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from operator import mul
 
 from steelyard.core.recipe import Recipe
-from steelyard.core.recipe.optimizers import OPTIMIZERS
+from steelyard.core.recipe.optimizers import OPTIMIZERS, STATE_BYTES
 from steelyard.sizes import activations, head_memory
 from steelyard.sizes.activations import FP32, working_bytes
 from steelyard.sizes.adapter_size import adapter_size
@@ -122,7 +122,7 @@ class _Rank:
         experts = self.weight_bytes * self.experts
         kept = -(-(self.stored - experts) // self.shards) - (-experts // self.expert_shards)
         sharded = FP32 * self._share(self.trained)
-        state = FP32 * self._optimizer_states()
+        state = int(STATE_BYTES[self.recipe.optim.state] * self._optimizer_states())
         offload = self.recipe.optim.offload
         logits = head_memory.logits_chunk(self.recipe, self.tokens) if self.is_last else 0
         memory = Memory(

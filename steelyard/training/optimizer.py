@@ -47,6 +47,7 @@ class Optimizer:
         tensor_of = dict(zip(self.parts, self.tensors, strict=True))
         params = [_param(part, tensor_of.get(part, part.tensor), optim, options_of(part)) for part in trained]
         self.torch = build(params, optim, stage) if params else None
+        self._loading: dict[ParamShard, dict[str, Tensor]] = {}
         self.device = params[0].tensor.device if params else torch.device("cpu")
 
     def step(self, rate: float, grad_scale: Tensor, found_inf: Tensor, ratios: dict[ParamShard, Tensor] | None) -> None:
@@ -90,12 +91,29 @@ class Optimizer:
         """The state as `optimizer.<parameter>.<entry>`. The copy of a tied parameter is loaded but not saved."""
         if self.torch is None:
             return {}
-        return {
-            f"optimizer.{part.name}.{entry}": _piece(part, value)
+        stored: Callable[[Tensor], dict[str, Tensor]] = getattr(
+            self.torch, "checkpoint_state", lambda tensor: self.torch.state.get(tensor, {})
+        )
+        entries = {
+            part: stored(tensor)
             for part, tensor in zip(self.parts, self.tensors, strict=True)
             if saves(part) and not (for_saving and part.is_twin)
-            for entry, value in self.torch.state.get(tensor, {}).items()
         }
+        if not for_saving:
+            self._loading = entries
+        return {
+            f"optimizer.{part.name}.{entry}": _piece(part, value)
+            for part, values in entries.items()
+            for entry, value in values.items()
+        }
+
+    def finish_loading(self) -> None:
+        """Store the state that a checkpoint was loaded into, if the optimizer stores it in another form."""
+        load = getattr(self.torch, "load_checkpoint_state", None)
+        for part, tensor in zip(self.parts, self.tensors, strict=True):
+            if load is not None and part in self._loading:
+                load(tensor, self._loading[part])
+        self._loading = {}
 
     def copy_weights_to_host(self) -> None:
         """Update the copies in host memory after the weights were set directly."""

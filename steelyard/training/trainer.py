@@ -327,6 +327,7 @@ class Trainer:
                 self.engine.initialise()
             with gather_errors(self.world):
                 checkpoint.load(saved, self.engine.state_shards(for_saving=False))
+            self.engine.optimizer.finish_loading()
             self.extension.resumed(self.engine, self.world, saved.state)
             self.engine.optimizer.copy_weights_to_host()
             self.train_state.restore(saved.state)

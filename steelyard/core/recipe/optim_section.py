@@ -42,6 +42,9 @@ class OptimSection(Section):
     weight_decay: NonNegativeFloat = Field(0.1, description="applied to matrices, not to norms and biases")
     no_decay: list[str] = Field([], description='further parameters without decay, as patterns: "embed.*"')
     betas: list[Beta] = Field([0.9, 0.95], min_length=2, max_length=2, description="of adamw, also beside muon")
+    state: Literal["fp32", "bf16", "int8"] = Field(
+        "fp32", description="adamw: how its moments are stored; int8 has a scale for every 256 numbers"
+    )
     momentum: Beta = Field(0.9, description="of sgd and sgd-sai")
     muon_momentum: Beta = 0.95
     muon_nesterov: bool = True
@@ -68,6 +71,12 @@ class OptimSection(Section):
                 "optim.offload",
                 'optim.name is "muon", whose matrix products would run on the CPU',
                 "shard the state over more ranks instead: parallel.zero",
+            )
+        if self.state != "fp32" and (self.name != "adamw" or self.offload):
+            raise contradiction(
+                "optim.state",
+                f'"{self.state}" is for optim.name = "adamw" without optim.offload',
+                'set optim.state = "fp32"',
             )
         for length in ("warmup", "decay"):
             units = (*UNITS, "share") if length == "warmup" else UNITS

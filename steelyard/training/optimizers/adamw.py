@@ -15,12 +15,15 @@ from torch import Tensor
 from steelyard.core.recipe.optim_section import OptimSection
 from steelyard.parallel.mesh import MeshAxis
 from steelyard.training.optimizers import OptimParam, param_groups
+from steelyard.training.optimizers.small_adamw import SmallAdamW
 
 LARGE = 1 << 22  # elements; for smaller tensors a launch per tensor costs the host more than torch's shared launch
 
 
-def build(params: list[OptimParam], optim: OptimSection, stage: MeshAxis) -> AdamW:
+def build(params: list[OptimParam], optim: OptimSection, stage: MeshAxis) -> AdamW | SmallAdamW:
     """AdamW for all parameters."""
+    if optim.state != "fp32":
+        return SmallAdamW(params, optim)
     return AdamW(param_groups(params), **options(optim))
 
 
