@@ -121,7 +121,7 @@ class Predictor:
         columns = layout.data * layout.context
         stages = self._each(
             self._costs,
-            (cut, layout.expert, layout.recompute, layout.stage_ranks),
+            (cut, layout.expert, layout.recompute),
             placement.kinds,
             lambda seats: self.stage_cost(layout, seats),
         )
@@ -162,6 +162,7 @@ class Predictor:
             expert_rings=same,
             expert_shards=columns // expert if layout.zero else 1,
             matrix_bytes=self._matrix_bytes(layout.tensor),
+            stage_ranks=layout.stage_ranks,
             send=send,
             weight_bytes=self.each,
             gradient_bytes=software.gradient_bytes or (2 if self.recipe.train.precision == "fp16" else 4),
@@ -217,10 +218,7 @@ class Predictor:
         return gpu if profile is None else profile.calibrated(gpu, self.recipe.train.precision)
 
     def _cost_on(self, layout: Layout, gpu: Gpu, tensor: Ring, context: Ring, expert: AllToAll) -> StageCost:
-        key = (
-            gpu.name, tensor, context, expert, layout.micro_batch, layout.sequence_parallel, layout.recompute,
-            layout.stage_ranks,
-        )  # fmt: skip
+        key = (gpu.name, tensor, context, expert, layout.micro_batch, layout.sequence_parallel, layout.recompute)
         if key not in self._costs_on:
             self._costs_on[key] = self._new_cost(layout, gpu, tensor, context, expert)
         return self._costs_on[key]
@@ -262,7 +260,7 @@ class Predictor:
             ),
             _end_cost(compute.embedding(work, self.dims), sum_ / 2, 0.0, launch),
             _end_cost(compute.head(work, self.dims), 0.0, sum_, launch),
-            (update_cost.optimizer(work, self.recipe, layout.stage_ranks),),
+            (update_cost.optimizer(work, self.recipe),),
         )
         return self.cluster.evidence.corrected(cost, layout, gpu.name)
 

@@ -150,6 +150,8 @@ class CostTable:
     """Ranks that share the optimizer state of these experts."""
     matrix_bytes: int = 0
     """Bytes of the matrices of a layer that the optimizer brings to one rank each."""
+    stage_ranks: int = 1
+    """Ranks that share one pipeline rank, and its updates of whole matrices."""
 
 
 class StepCost:
@@ -213,7 +215,7 @@ class StepCost:
             gradient = self._gradient(rank, held)
         parameters = held[0] / table.shards[rank] + held[1] / table.expert_shards
         layers = sum(counts[rank :: table.pipeline])
-        slowest = max(update.seconds(parameters, layers) for update in table.stages[rank].update)
+        slowest = max(update.seconds(parameters, layers / table.stage_ranks) for update in table.stages[rank].update)
         # Shards of matrices go to their owners and results back; ranks that hold all only gather the results.
         ways = 1 if table.shards[rank] == 1 else 2 / table.shards[rank]
         bytes_ = table.matrix_bytes * layers

@@ -31,16 +31,16 @@ class UpdateCost:
     """Bytes per parameter between GPU and host, before and after the update."""
     link_bandwidth: float = 1.0
     layer: float = 0.0
-    """Seconds of a rank for its share of the products of whole matrices, per layer of its pipeline rank."""
+    """Seconds for the products of whole matrices of a layer, which the ranks of a pipeline rank share."""
 
-    def seconds(self, parameters: float, layers: int = 0) -> float:
-        """Seconds to update `parameters` parameters of `layers` layers."""
+    def seconds(self, parameters: float, layers: float = 0.0) -> float:
+        """Seconds to update `parameters` parameters, with the whole matrices of `layers` layers."""
         moved = self.link_bytes * parameters / self.link_bandwidth + self.layer * layers
         return moved + self.bytes * parameters * self.sharers / self.bandwidth
 
 
-def optimizer(work: Work, recipe: Recipe, ranks: int) -> UpdateCost:
-    """The update on the GPU, on one of the `ranks` of a pipeline rank."""
+def optimizer(work: Work, recipe: Recipe) -> UpdateCost:
+    """The update on the GPU."""
     optim, sizes = recipe.optim, parameters(recipe.model)
     spec = OPTIMIZERS[optim.name]
     states = spec.states + (spec.matrix_states - spec.states) * sizes.matrices / sizes.total
@@ -48,7 +48,7 @@ def optimizer(work: Work, recipe: Recipe, ranks: int) -> UpdateCost:
     bytes_ += work.software.fp16_bytes if work.precision == "fp16" else 0.0
     peak = work.gpu.peak(optim.muon_precision)
     rate = work.rate if peak is None else peak * work.gpu.sustained
-    return UpdateCost(bytes_, work.bandwidth, layer=matrix_flops(recipe) / (rate * ranks))
+    return UpdateCost(bytes_, work.bandwidth, layer=matrix_flops(recipe) / rate)
 
 
 def matrix_flops(recipe: Recipe) -> float:
