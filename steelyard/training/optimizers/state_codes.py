@@ -43,7 +43,7 @@ def to_int8(values: Tensor, noise: Tensor | None, power: int, largest: int) -> t
     """Codes of the absolute values of flat fp32 numbers, and the scale of each block."""
     padded = torch.nn.functional.pad(values.abs(), (0, -len(values) % BLOCK)).view(-1, BLOCK)
     scales = padded.amax(1)
-    ratio = (padded / scales.clamp(min=1e-38)[:, None]).flatten()[: len(values)].clamp(max=1.0)
+    ratio = (padded / scales.clamp(min=1e-30)[:, None]).flatten()[: len(values)].clamp(max=1.0)
     exact = largest * ratio ** (1 / power)
     if noise is None:
         return exact.round(), scales
