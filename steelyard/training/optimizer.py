@@ -91,8 +91,9 @@ class Optimizer:
         """The state as `optimizer.<parameter>.<entry>`. The copy of a tied parameter is loaded but not saved."""
         if self.torch is None:
             return {}
+        state = self.torch.state
         stored: Callable[[Tensor], dict[str, Tensor]] = getattr(
-            self.torch, "checkpoint_state", lambda tensor: self.torch.state.get(tensor, {})
+            self.torch, "checkpoint_state", lambda tensor: state.get(tensor, {})
         )
         entries = {
             part: stored(tensor)
@@ -108,12 +109,13 @@ class Optimizer:
         }
 
     def finish_loading(self) -> None:
-        """Store the state that a checkpoint was loaded into, if the optimizer stores it in another form."""
+        """Take over what a checkpoint was loaded into: state that is stored in another form, and copies on the host."""
         load = getattr(self.torch, "load_checkpoint_state", None)
         for part, tensor in zip(self.parts, self.tensors, strict=True):
             if load is not None and part in self._loading:
                 load(tensor, self._loading[part])
         self._loading = {}
+        self.copy_weights_to_host()
 
     def copy_weights_to_host(self) -> None:
         """Update the copies in host memory after the weights were set directly."""

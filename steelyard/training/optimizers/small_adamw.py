@@ -49,8 +49,8 @@ class SmallAdamW(torch.optim.Optimizer):
 
     def load_checkpoint_state(self, parameter: Tensor, saved: dict[str, Tensor]) -> None:
         """Store the fp32 moments of a checkpoint; `step` is loaded already."""
-        moments = (saved[name].to(parameter.device).view(-1) for name in MOMENTS)
-        codes.write(self.state[parameter], self.kind, *moments, None)
+        first, second = (saved[name].to(parameter.device).view(-1) for name in MOMENTS)
+        codes.write(self.state[parameter], self.kind, first, second, None)
 
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
         if not self.state[parameter]:

@@ -37,13 +37,13 @@ def update(
     )  # fmt: skip
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _to_bf16(values, noise):  # type: ignore[no-untyped-def]
     bits = values.to(tl.uint32, bitcast=True) + noise
     return (bits & 0xFFFF0000).to(tl.float32, bitcast=True).to(tl.bfloat16)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _fourth(x):  # type: ignore[no-untyped-def]
     return x * x * x * x
 
