@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from steelyard.megatron import muon_flags
 from steelyard.megatron.flag_table import CARRIED
 from steelyard.megatron.recipe_draft import DEFAULT, Draft
 
@@ -116,16 +117,18 @@ def optim(draft: Draft, sgd: str | None) -> None:
     """The optimizer and its learning-rate schedule."""
     given = draft.given
     name = given.text("--optimizer", "optim.name") or "adam"
-    if name not in ("adam", "sgd"):
-        draft.reject("optim.name", name, f"optimizer {name} is not supported, only adamw, sgd and sgd-sai")
+    if name not in ("adam", "sgd", *muon_flags.NAMES):
+        draft.reject("optim.name", name, f"optimizer {name} is not supported, only adamw, muon, sgd and sgd-sai")
         name = "adam"
     betas = [given.real("--adam-beta1", "optim.betas"), given.real("--adam-beta2", "optim.betas")]
     eps, momentum = given.real("--adam-eps", "optim.eps"), given.real("--sgd-momentum", "optim.momentum")
-    if name == "adam":
+    if name != "sgd":
         draft.put("optim.name", "adamw", "" if given.has("--optimizer") else DEFAULT)
         whole = [0.9 if betas[0] is None else betas[0], 0.999 if betas[1] is None else betas[1]]
         draft.put("optim.betas", whole, "" if None not in betas else DEFAULT)
         draft.put_or("optim.eps", eps, 1e-8)
+        if name in muon_flags.NAMES:
+            muon_flags.muon(draft)
     else:
         _sgd(draft, sgd)
         draft.put_or("optim.momentum", momentum, 0.9)

@@ -58,6 +58,8 @@ class Mesh:
     tensor: MeshAxis
     world: MeshAxis
     expert: MeshAxis
+    stage: MeshAxis
+    """The ranks with this rank's pipeline index, which hold the shards of the same parameters."""
     sharding: Sharding
     expert_sharding: Sharding
     """Of the parameters that the expert axis splits."""
@@ -68,7 +70,7 @@ class Mesh:
 def alone() -> Mesh:
     """The mesh of a single process."""
     one = MeshAxis(0, 1, None)
-    return Mesh(one, one, one, one, one, one, Sharding(), Sharding(), None)
+    return Mesh(one, one, one, one, one, one, one, Sharding(), Sharding(), None)
 
 
 def make(parallel: ParallelSection, device_type: str) -> Mesh:
@@ -98,13 +100,18 @@ def make(parallel: ParallelSection, device_type: str) -> Mesh:
         else:
             shard //= parallel.expert
         expert_sharding, expert = _sharding(device_type, parallel, replicate, shard, parallel.expert)
+    all_ranks = stage = MeshAxis(dist.get_rank(), world, dist.group.WORLD)
     ends = None
     if parallel.pipeline > 1:
         width = world // parallel.pipeline
         pairs = [[column, world - width + column] for column in range(width)]
         ends, _ = dist.new_subgroups_by_enumeration(pairs)
-    all_ranks = MeshAxis(dist.get_rank(), world, dist.group.WORLD)
-    return Mesh(**axes, world=all_ranks, expert=expert, sharding=sharding, expert_sharding=expert_sharding, ends=ends)
+        stages = [list(range(first, first + width)) for first in range(0, world, width)]
+        stage = MeshAxis(dist.get_rank() % width, width, dist.new_subgroups_by_enumeration(stages)[0])
+    return Mesh(
+        **axes, world=all_ranks, expert=expert, stage=stage, sharding=sharding, expert_sharding=expert_sharding,
+        ends=ends,
+    )  # fmt: skip
 
 
 def _sharding(

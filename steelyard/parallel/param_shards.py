@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from steelyard.core.recipe.blocks import BlockParam
 from steelyard.model import LanguageModel
 from steelyard.parallel.mesh import Mesh
 from steelyard.parallel.tensor_parallel import ADAPTER_IN, ADAPTER_OUT, MAGNITUDE, Cut
@@ -41,6 +42,8 @@ class ParamShard:
     """Whether embedding and head are one parameter, held by two stages."""
     is_twin: bool
     """Whether this is the head's copy of a tied embedding, which is saved and counted as the embedding."""
+    is_matrix: bool = False
+    """Whether it is a weight matrix of a layer, or a stack of them, one for each expert."""
 
     @property
     def gradient(self) -> Tensor | None:
@@ -63,16 +66,14 @@ def parts_of(
 ) -> list[ParamShard]:
     """The shards of a model or a stage. A parameter with fewer rows than ranks has an empty shard on some ranks."""
     layers = model.blocks.layers
-    partial = {
-        f"layers.{number}.{name}"
+    declared = {
+        f"layers.{number}.{name}": param
         for number in model.part.layers
         for name, param in layers[number].params().items()
-        if param.is_partial
     }
     return [
         _part(
-            name, parameter, model, mesh, cuts.get(name), expert_cuts.get(name),
-            by_sequence or name in partial or _is_adapter(name),
+            name, parameter, model, mesh, cuts.get(name), expert_cuts.get(name), by_sequence, declared.get(name)
         )
         for name, parameter in model.named_parameters()
     ]  # fmt: skip
@@ -89,7 +90,8 @@ def _part(
     mesh: Mesh,
     cut: Cut | None,
     expert_cut: Cut | None,
-    is_partial: bool,
+    by_sequence: bool,
+    declared: BlockParam | None,
 ) -> ParamShard:
     shape, offset = list(parameter.shape), [0] * parameter.ndim
     sharding = mesh.sharding if expert_cut is None else mesh.expert_sharding
@@ -103,6 +105,7 @@ def _part(
             shape[each.dim] *= each.pieces
     is_tied = model.config.tied and mesh.pipeline.size > 1 and name in (EMBEDDING, HEAD)
     is_twin = is_tied and name == HEAD
+    is_partial = by_sequence or (declared is not None and declared.is_partial) or _is_adapter(name)
     return ParamShard(
         name=EMBEDDING if is_twin else name,
         parameter=parameter,
@@ -115,4 +118,5 @@ def _part(
         is_partial=cut is None and is_partial and mesh.tensor.size > 1,
         is_tied=is_tied,
         is_twin=is_twin,
+        is_matrix=declared is not None and declared.is_matrix,
     )

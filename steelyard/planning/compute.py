@@ -1,4 +1,4 @@
-"""The time of a layer, the embedding, the head and the optimizer on one GPU, from first principles.
+"""The time of a layer, the embedding and the head on one GPU, from first principles.
 
 A matrix product is split into tiles, which the streaming multiprocessors process in waves. A partial last wave costs as
 much as a full one, so small products reach a smaller share of the peak. Everything else is bound by memory bandwidth.
@@ -14,7 +14,6 @@ from functools import lru_cache
 
 from steelyard.core.recipe import Recipe
 from steelyard.core.recipe.blocks import ExpertsBlock
-from steelyard.planning.cluster import Nodes
 from steelyard.planning.software import Software
 from steelyard.sizes.activations import FP32, working_bytes
 from steelyard.sizes.gpu_catalogue import Gpu
@@ -291,42 +290,3 @@ def together(host: float, gpu: float) -> float:
     """Seconds of work that the host launches while the GPU runs: the longer of both, and a part of the shorter."""
     longer, shorter = max(host, gpu), min(host, gpu)
     return float(longer * (1 + (shorter / longer) ** OVERLAP) ** (1 / OVERLAP)) if longer else 0.0
-
-
-@dataclass(frozen=True)
-class UpdateCost:
-    """The optimizer update, as bytes per parameter and the bandwidths that move them."""
-
-    bytes: float
-    bandwidth: float
-    sharers: int = 1
-    """Ranks that share the bandwidth."""
-    link_bytes: float = 0.0
-    """Bytes per parameter between GPU and host, before and after the update."""
-    link_bandwidth: float = 1.0
-
-    def seconds(self, parameters: float) -> float:
-        """Seconds to update `parameters` parameters."""
-        moved = self.link_bytes * parameters / self.link_bandwidth
-        return moved + self.bytes * parameters * self.sharers / self.bandwidth
-
-
-def optimizer(work: Work) -> UpdateCost:
-    """The update on the GPU."""
-    bytes_ = work.software.optimizer_bytes + (work.software.fp16_bytes if work.precision == "fp16" else 0.0)
-    return UpdateCost(bytes_, work.bandwidth)
-
-
-def host_optimizer(nodes: Nodes, ranks: int, states: int) -> UpdateCost:
-    """The update in host memory (`optim.offload`).
-
-    Gradients move to the host and weights move back, both in fp32, one after the other. In between, all `ranks` of a
-    node read and write weights and states and read gradients at the same time.
-    """
-    return UpdateCost(
-        bytes=FP32 * (2 * (1 + states) + 1),
-        bandwidth=nodes.host_GBps * 1e9,
-        sharers=ranks,
-        link_bytes=2 * FP32,
-        link_bandwidth=nodes.host_link_GBps * 1e9,
-    )

@@ -12,15 +12,16 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from steelyard.core.recipe import Recipe
-from steelyard.planning import communication, compute
+from steelyard.core.recipe.optimizers import OPTIMIZERS
+from steelyard.planning import communication, compute, update_cost
 from steelyard.planning.cluster import Cluster, Nodes, Placement
 from steelyard.planning.communication import AllToAll, Ring, group
-from steelyard.planning.compute import LayerDims, Pass, UpdateCost, Work
+from steelyard.planning.compute import LayerDims, Pass, Work
 from steelyard.planning.layout import Layout, Seat, Seats
 from steelyard.planning.software import STEELYARD, Software, as_run
 from steelyard.planning.step import CostTable, Parts, RankParams, StageCost, StepCost, UnitCost
+from steelyard.planning.update_cost import UpdateCost
 from steelyard.sizes.gpu_catalogue import Gpu
-from steelyard.sizes.memory import STATES
 from steelyard.sizes.param_count import parameters
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ class Predictor:
         self._numbers: dict[tuple[object, ...], int] = {}
         self._examples: list[Any] = []
         self._params: dict[tuple[int, int, int], tuple[RankParams, ...]] = {}
+        self._matrices: dict[int, int] = {}
 
     @classmethod
     def of_layout(
@@ -159,6 +161,8 @@ class Predictor:
             shards=(columns if layout.zero else 1,) * layout.pipeline,
             expert_rings=same,
             expert_shards=columns // expert if layout.zero else 1,
+            matrix_bytes=self._matrix_bytes(layout.tensor),
+            stage_ranks=layout.stage_ranks,
             send=send,
             weight_bytes=self.each,
             gradient_bytes=software.gradient_bytes or (2 if self.recipe.train.precision == "fp16" else 4),
@@ -167,6 +171,11 @@ class Predictor:
             waits_to_receive=software.waits_to_receive,
             overhead=max(0.0, software.step_overhead + self.cluster.evidence.overhead),
         )
+
+    def _matrix_bytes(self, tensor: int) -> int:
+        if tensor not in self._matrices:
+            self._matrices[tensor] = update_cost.exchanged_bytes(self.recipe, tensor)
+        return self._matrices[tensor]
 
     def _each(
         self, kept: dict[tuple[object, ...], dict[int, T]], how: tuple[object, ...], numbers: list[int],
@@ -200,7 +209,7 @@ class Predictor:
         each = [self._cost_on(layout, self._gpu_of(nodes), tensor, context, expert) for nodes in kinds]
         cost = max(each, key=lambda cost: cost.layer.forward + cost.layer.backward)
         optim = self.recipe.optim
-        return replace(cost, update=_host_updates(kinds, STATES[optim.name])) if optim.offload else cost
+        return replace(cost, update=_host_updates(kinds, OPTIMIZERS[optim.name].states)) if optim.offload else cost
 
     def _gpu_of(self, nodes: Nodes) -> Gpu:
         """The GPU of a node, with measured rates where a profile has them."""
@@ -251,7 +260,7 @@ class Predictor:
             ),
             _end_cost(compute.embedding(work, self.dims), sum_ / 2, 0.0, launch),
             _end_cost(compute.head(work, self.dims), 0.0, sum_, launch),
-            (compute.optimizer(work),),
+            (update_cost.optimizer(work, self.recipe),),
         )
         return self.cluster.evidence.corrected(cost, layout, gpu.name)
 
@@ -304,7 +313,7 @@ def linked(cluster: Cluster, profiles: Mapping[str, Profile]) -> Cluster:
 
 def _host_updates(kinds: Iterable[Nodes], states: int) -> tuple[UpdateCost, ...]:
     """The optimizer update in host memory, on each type of node."""
-    return tuple(compute.host_optimizer(nodes, nodes.gpus, states) for nodes in kinds)
+    return tuple(update_cost.host_optimizer(nodes, nodes.gpus, states) for nodes in kinds)
 
 
 def _kinds(seats: Sequence[Seat]) -> tuple[object, ...]:

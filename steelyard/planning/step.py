@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from steelyard.planning import compute, pipeline_sim
 from steelyard.planning.communication import Ring
-from steelyard.planning.compute import UpdateCost
 from steelyard.planning.pipeline_sim import Times
+from steelyard.planning.update_cost import UpdateCost
 
 
 @dataclass(frozen=True)
@@ -148,6 +148,10 @@ class CostTable:
     """Ranks that hold the same experts, if expert parallelism divides them."""
     expert_shards: int = 1
     """Ranks that share the optimizer state of these experts."""
+    matrix_bytes: int = 0
+    """Bytes of the matrices of a layer that the optimizer brings to one rank each."""
+    stage_ranks: int = 1
+    """Ranks that share one pipeline rank, and its updates of whole matrices."""
 
 
 class StepCost:
@@ -210,7 +214,12 @@ class StepCost:
         else:
             gradient = self._gradient(rank, held)
         parameters = held[0] / table.shards[rank] + held[1] / table.expert_shards
-        return gradient, max(update.seconds(parameters) for update in table.stages[rank].update)
+        layers = sum(counts[rank :: table.pipeline])
+        slowest = max(update.seconds(parameters, layers / table.stage_ranks) for update in table.stages[rank].update)
+        # Shards of matrices go to their owners and results back; ranks that hold all only gather the results.
+        ways = 1 if table.shards[rank] == 1 else 2 / table.shards[rank]
+        bytes_ = table.matrix_bytes * layers
+        return gradient, slowest + (ways * table.rings[rank].gather(bytes_) if bytes_ else 0.0)
 
     def _gradient(self, rank: int, held: tuple[int, int]) -> float:
         """Seconds to reduce a rank's gradients over its data-parallel group, and to all-gather sharded weights."""

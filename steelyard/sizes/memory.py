@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from operator import mul
 
 from steelyard.core.recipe import Recipe
+from steelyard.core.recipe.optimizers import OPTIMIZERS, STATE_BYTES
 from steelyard.sizes import activations, head_memory
 from steelyard.sizes.activations import FP32, working_bytes
 from steelyard.sizes.adapter_size import adapter_size
@@ -21,7 +22,6 @@ from steelyard.sizes.param_count import layer_matrices
 from steelyard.sizes.rank_check import data_ranks
 from steelyard.sizes.stage_layers import stages_layers, stages_parameters
 
-STATES = {"adamw": 2, "sgd": 1, "sgd-sai": 1}
 TOKEN_ID = 8
 LOGITS = {"2:4": 1.5, "1:4": 1.0}  # mask logits per weight for learned masks
 # Memory of a process outside its tensors: CUDA context, library workspaces, fragmentation.
@@ -122,7 +122,7 @@ class _Rank:
         experts = self.weight_bytes * self.experts
         kept = -(-(self.stored - experts) // self.shards) - (-experts // self.expert_shards)
         sharded = FP32 * self._share(self.trained)
-        state = STATES[self.recipe.optim.name] * sharded
+        state = int(STATE_BYTES[self.recipe.optim.state] * self._optimizer_states())
         offload = self.recipe.optim.offload
         logits = head_memory.logits_chunk(self.recipe, self.tokens) if self.is_last else 0
         memory = Memory(
@@ -175,6 +175,12 @@ class _Rank:
             freed=table - self.each * table // FP32 if self.columns > 1 else 0,
             end_buffers=end_buffers,
         )
+
+    def _optimizer_states(self) -> int:
+        """Numbers of optimizer state of this rank; an optimizer may keep fewer of them for the matrices of layers."""
+        spec = OPTIMIZERS[self.recipe.optim.name]
+        matrices = 0 if self.is_frozen else sum(part.matrices for part in self.parts)
+        return spec.states * self._share(self.trained) - (spec.states - spec.matrix_states) * self._share(matrices)
 
     def _share(self, parameters: int) -> int:
         """The shard of this rank of trained parameters."""

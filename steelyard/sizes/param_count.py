@@ -19,6 +19,8 @@ class LayerSize(NamedTuple):
     experts: int
     active: int
     """Parameters that compute one token."""
+    matrices: int
+    """Parameters in weight matrices, experts included."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ class Parameters:
     """Experts of the largest layer."""
     active_layers: int = 0
     """Parameters of all layers that compute one token."""
+    matrices: int = 0
+    """Parameters in weight matrices of all layers, experts included."""
 
     @property
     def total(self) -> int:
@@ -97,12 +101,12 @@ def described(model: ModelConfig) -> str:
 
 def sum_layers(sizes: Sequence[LayerSize]) -> Parameters:
     """The parameters of some layers, without embedding, final norm and head."""
-    largest = max(sizes, default=LayerSize(0, 0, 0))
+    largest = max(sizes, default=LayerSize(0, 0, 0, 0))
     counts = Counter(sizes)
-    total, experts, active = (
+    total, experts, active, matrices = (
         sum(size[field] * count for size, count in counts.items()) for field in range(len(LayerSize._fields))
     )
-    return Parameters(0, largest.total, len(sizes), 0, 0, total, experts, largest.experts, active)
+    return Parameters(0, largest.total, len(sizes), 0, 0, total, experts, largest.experts, active, matrices)
 
 
 def layer_sizes(model: ModelConfig, tensor: int = 1, expert: int = 1) -> list[LayerSize]:
@@ -119,10 +123,12 @@ def layer_size(layer: LayerBlock, tensor: int = 1, expert: int = 1) -> LayerSize
     split = sum(param.size for param in params if param.cut is not None and not param.is_expert)
     whole = sum(param.size for param in params if param.cut is None)
     total = split // tensor + whole + experts
+    matrices = sum(param.size for param in params if param.is_matrix and not param.is_expert) // tensor + experts
     if not isinstance(layer.mlp, ExpertsBlock):
-        return LayerSize(total, 0, total)
+        return LayerSize(total, 0, total, matrices)
     routing = layer.mlp.routing
-    return LayerSize(total, experts, total - experts + expert * experts * routing.top_k // routing.experts)
+    active = total - experts + expert * experts * routing.top_k // routing.experts
+    return LayerSize(total, experts, active, matrices)
 
 
 def layer_matrices(model: ModelConfig) -> int:

@@ -58,7 +58,8 @@ class Engine:
         self.micro_losses: list[Tensor] = []
         """The losses of the last step's micro-batches that this rank computes."""
         self.gradients = Gradients(self.parts, mesh, device)
-        self.optimizer = Optimizer(self.parts, recipe.optim, recipe.optim.offload, extension.param_group_options)
+        options_of, stage = extension.param_group_options, mesh.stage
+        self.optimizer = Optimizer(self.parts, recipe.optim, recipe.optim.offload, options_of, stage)
         self.graph = self._step_graph()
         self.balance = ExpertBalance(recipe, self.assembly.stages, mesh, device)
         extension.assembled(self.assembly.stages, self.parts, mesh)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from fnmatch import fnmatch
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from steelyard.checkpoint import TensorShard
 from steelyard.core.recipe.optim_section import OptimSection
+from steelyard.parallel.mesh import MeshAxis
 from steelyard.parallel.param_shards import ParamShard
-from steelyard.training.adamw import AdamW
-from steelyard.training.sgd import Sgd, SgdSai
+from steelyard.training.optimizers import OptimParam, build
+from steelyard.training.optimizers.sgd_sai import SgdSai
+
+ALONE = MeshAxis(0, 1, None)
 
 
 class ParamGroupOptions(NamedTuple):
@@ -35,11 +38,17 @@ class Optimizer:
         optim: OptimSection,
         on_host: bool,
         options_of: Callable[[ParamShard], ParamGroupOptions] = lambda part: ParamGroupOptions(),
+        stage: MeshAxis = ALONE,
     ) -> None:
-        self.parts = [part for part in parts if part.tensor.numel() and part.parameter.requires_grad]
+        trained = [part for part in parts if part.parameter.requires_grad]
+        self.parts = [part for part in trained if part.tensor.numel()]
         self.on_host = on_host
         self.tensors = [_host_copy(part.tensor) if on_host else part.tensor for part in self.parts]
-        self.torch = _build(self.parts, self.tensors, optim, options_of) if self.parts else None
+        tensor_of = dict(zip(self.parts, self.tensors, strict=True))
+        params = [_param(part, tensor_of.get(part, part.tensor), optim, options_of(part)) for part in trained]
+        self.torch = build(params, optim, stage) if params else None
+        self._loading: dict[ParamShard, dict[str, Tensor]] = {}
+        self.device = params[0].tensor.device if params else torch.device("cpu")
 
     def step(self, rate: float, grad_scale: Tensor, found_inf: Tensor, ratios: dict[ParamShard, Tensor] | None) -> None:
         """One step with gradients divided by `grad_scale`, skipped if `found_inf` is 1. Gradients are freed."""
@@ -51,11 +60,10 @@ class Optimizer:
             tensor.grad = gradient.to(tensor.device).contiguous() if gradient is not None else None
         for group in self.torch.param_groups:
             group["lr"] = rate * group["rate"]
-        device = self.tensors[0].device
-        self.torch.grad_scale = grad_scale.to(device, torch.float32)  # type: ignore[attr-defined]
-        self.torch.found_inf = found_inf.to(device, torch.float32)  # type: ignore[attr-defined]
+        self.torch.grad_scale = grad_scale.to(self.device, torch.float32)  # type: ignore[attr-defined]
+        self.torch.found_inf = found_inf.to(self.device, torch.float32)  # type: ignore[attr-defined]
         if ratios is not None and isinstance(self.torch, SgdSai):
-            self.torch.start({t: ratios[p].to(device) for p, t in zip(self.parts, self.tensors, strict=True)})
+            self.torch.start({t: ratios[p].to(self.device) for p, t in zip(self.parts, self.tensors, strict=True)})
         self.torch.step()
         for part, tensor in zip(self.parts, self.tensors, strict=True):
             part.parameter.grad = tensor.grad = None
@@ -71,14 +79,11 @@ class Optimizer:
         """Create the state, so that a checkpoint can be loaded into it: one step that updates nothing."""
         if self.torch is None:
             return
-        device = self.tensors[0].device
-        self.torch.grad_scale = torch.ones((), device=device)  # type: ignore[attr-defined]
-        self.torch.found_inf = torch.ones((), device=device)  # type: ignore[attr-defined]
+        self.torch.grad_scale = torch.ones((), device=self.device)  # type: ignore[attr-defined]
+        self.torch.found_inf = torch.ones((), device=self.device)  # type: ignore[attr-defined]
         for tensor in self.tensors:
             tensor.grad = torch.zeros_like(tensor)
-        if isinstance(self.torch, SgdSai):
-            self.torch.start({tensor: torch.zeros((), device=device) for tensor in self.tensors})
-        self.torch.step()
+        getattr(self.torch, "make_state", self.torch.step)()
         for tensor in self.tensors:
             tensor.grad = None
 
@@ -86,12 +91,31 @@ class Optimizer:
         """The state as `optimizer.<parameter>.<entry>`. The copy of a tied parameter is loaded but not saved."""
         if self.torch is None:
             return {}
-        return {
-            f"optimizer.{part.name}.{entry}": _piece(part, value)
+        state = self.torch.state
+        stored: Callable[[Tensor], dict[str, Tensor]] = getattr(
+            self.torch, "checkpoint_state", lambda tensor: state.get(tensor, {})
+        )
+        entries = {
+            part: stored(tensor)
             for part, tensor in zip(self.parts, self.tensors, strict=True)
             if saves(part) and not (for_saving and part.is_twin)
-            for entry, value in self.torch.state.get(tensor, {}).items()
         }
+        if not for_saving:
+            self._loading = entries
+        return {
+            f"optimizer.{part.name}.{entry}": _piece(part, value)
+            for part, values in entries.items()
+            for entry, value in values.items()
+        }
+
+    def finish_loading(self) -> None:
+        """Take over what a checkpoint was loaded into: state that is stored in another form, and copies on the host."""
+        load = getattr(self.torch, "load_checkpoint_state", None)
+        for part, tensor in zip(self.parts, self.tensors, strict=True):
+            if load is not None and part in self._loading:
+                load(tensor, self._loading[part])
+        self._loading = {}
+        self.copy_weights_to_host()
 
     def copy_weights_to_host(self) -> None:
         """Update the copies in host memory after the weights were set directly."""
@@ -100,28 +124,11 @@ class Optimizer:
                 tensor.copy_(part.tensor)
 
 
-def _build(
-    parts: list[ParamShard],
-    tensors: list[Tensor],
-    optim: OptimSection,
-    options_of: Callable[[ParamShard], ParamGroupOptions],
-) -> torch.optim.Optimizer:
-    """The recipe's optimizer, with weight decay on matrices and none on norms, biases and `optim.no_decay`."""
-    by_options: dict[tuple[float, float], list[Tensor]] = {}
-    for part, tensor in zip(parts, tensors, strict=True):
-        options = options_of(part)
-        is_decayed = len(part.shape) >= 2 and not any(fnmatch(part.name, name) for name in optim.no_decay)
-        default = optim.weight_decay if is_decayed else 0.0
-        decay = default if options.weight_decay is None else options.weight_decay
-        by_options.setdefault((-decay, options.rate), []).append(tensor)
-    groups: list[dict[str, Any]] = [
-        {"params": params, "weight_decay": -decay, "rate": rate} for (decay, rate), params in sorted(by_options.items())
-    ]
-    if optim.name == "sgd":
-        return Sgd(groups, optim.learning_rate, optim.momentum)
-    if optim.name == "sgd-sai":
-        return SgdSai(groups, optim.learning_rate, optim.momentum)
-    return AdamW(groups, lr=optim.learning_rate, betas=(optim.betas[0], optim.betas[1]), eps=optim.eps, fused=True)
+def _param(part: ParamShard, tensor: Tensor, optim: OptimSection, options: ParamGroupOptions) -> OptimParam:
+    """A parameter with its options: weight decay on matrices, none on norms, biases and `optim.no_decay`."""
+    is_decayed = len(part.shape) >= 2 and not any(fnmatch(part.name, name) for name in optim.no_decay)
+    default = optim.weight_decay if is_decayed else 0.0
+    return OptimParam(part, tensor, default if options.weight_decay is None else options.weight_decay, options.rate)
 
 
 def _host_copy(tensor: Tensor) -> Tensor:

@@ -328,7 +328,7 @@ class Trainer:
             with gather_errors(self.world):
                 checkpoint.load(saved, self.engine.state_shards(for_saving=False))
             self.extension.resumed(self.engine, self.world, saved.state)
-            self.engine.optimizer.copy_weights_to_host()
+            self.engine.optimizer.finish_loading()
             self.train_state.restore(saved.state)
             how = f"resumed at step {saved.step}" + ("" if is_own else f" from {saved.path}")
         # A stop may have ended the validation of the saved step.

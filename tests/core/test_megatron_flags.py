@@ -10,6 +10,8 @@ from steelyard.core.errors import UserError
 from steelyard.megatron import read
 from tests.core.megatron_reading import LLAMA, MOE, SMALL, left, of_flags
 
+MUON = "--optimizer muon --muon-momentum 0.9 "
+
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
@@ -55,6 +57,19 @@ def place(tmp_path, monkeypatch):
         ("--train-samples 160 --lr-warmup-fraction 0.1", "optim.warmup_samples", 16),
         ("--train-samples 160 --lr-warmup-samples 8 --lr-decay-samples 80", "optim.decay_samples", 80),
         ("--train-iters 100 --lr-warmup-fraction 0.1", "optim.warmup_steps", 10),
+        (MUON, "optim.name", "muon"),
+        ("--optimizer dist_muon", "optim.name", "muon"),
+        (MUON, "optim.muon_momentum", 0.9),
+        (MUON, "optim.muon_nesterov", False),
+        (MUON + "--muon-use-nesterov", "optim.muon_nesterov", True),
+        (MUON + "--muon-num-ns-steps 6", "optim.muon_ns_steps", 6),
+        (MUON, "optim.muon_scale", "match_rms_adamw"),
+        (MUON, "optim.muon_extra_scale_factor", 5.0),
+        (MUON + "--muon-extra-scale-factor 0.2", "optim.muon_extra_scale_factor", 1.0),
+        (MUON + "--muon-scale-mode shape_scaling", "optim.muon_scale", "original"),
+        (MUON + "--muon-scale-mode shape_scaling", "optim.muon_extra_scale_factor", 1.0),
+        (MUON + "--muon-fp32-matmul-prec high", "optim.muon_precision", "fp32"),
+        (MUON + "--adam-beta2 0.98", "optim.betas", [0.9, 0.98]),
         (
             "--train-iters 100 --lr-decay-style WSD --lr-wsd-decay-iters 20 --lr-wsd-decay-style linear",
             "optim.decay_fraction",
@@ -141,6 +156,16 @@ def test_a_flag_of_experts_without_a_key_is_reported(flags, what, reason, place)
     assert reason in left(reading)[what]
 
 
+def test_what_muon_does_otherwise_than_megatron_is_reported(place):
+    flags = MUON.replace("--muon-momentum 0.9", "") + MOE + "--tensor-model-parallel-size 2 --muon-tp-mode blockwise"
+    _, reading = of_flags(f"--lr 1e-3 {flags} --muon-no-split-qkv")
+    assert "orthogonalized whole" in left(reading)["--muon-tp-mode"]
+    assert "separate matrices" in left(reading)["--muon-no-split-qkv"]
+    asked = " ".join(reading.questions)
+    assert "updates the routers" in asked
+    assert "muon_momentum is 0.95" in asked
+
+
 def test_a_loss_of_sequences_is_carried_without_remark(place):
     flags = f"--lr 1 {MOE} --moe-aux-loss-coeff 1e-2 --moe-router-load-balancing-type seq_aux_loss"
     assert [dropped for dropped in of_flags(flags)[1].left if dropped.matters] == []
@@ -182,6 +207,7 @@ def test_a_kind_of_model_that_no_family_supports_is_refused_with_the_place(flags
         ("--disable-bias-linear", "model.family", "gpt has biases"),
         ("--group-query-attention --num-query-groups 2", "model.family", "gpt has as many key-value heads"),
         ("--optimizer lion", "optim.name", "optimizer lion is not supported"),
+        ("--optimizer muon --muon-scale-mode unit_rms_norm", "optim.muon_scale", "only spectral and shape_scaling"),
         ("--lr fast", "optim.learning_rate", "--lr is 'fast', which is not a number"),
         ("--num-layers " + "9" * 400, "model.layers", "which is not an integer"),
         ("--num-layers $X", "model.layers", "--num-layers is $X, which is not set"),

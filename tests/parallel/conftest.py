@@ -51,6 +51,8 @@ FAST = """
     test_a_layout_gives_the_curve_of_one_process[llama-data x tensor zero 3]
     test_a_family_trains_alike_on_tensor_and_pipeline_ranks_and_goes_on_elsewhere[gemma3]
     test_experts_train_alike_on_a_layout[shared-experts-expert zero 3 on 4]
+    test_muon_gives_the_curve_of_one_process[data x tensor zero 3]
+    test_each_matrix_reaches_one_rank_whole_and_its_result_all_that_hold_it[some rounds-4]
     test_a_setting_means_the_same_on_a_layout[dropout-sequence]
     test_a_setting_means_the_same_on_a_layout[documents-pipeline]
     test_a_setting_means_the_same_on_a_layout[ramp-up-data]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from tests.finetuning.conftest import write_bases
-from tests.parallel import jobs, test_experts, test_finetuning, test_layouts, test_masks, test_prune
+from tests.parallel import jobs, test_experts, test_finetuning, test_layouts, test_masks, test_muon, test_prune
 from tests.parallel.conftest import FAMILIES, Layouts, difference
 from tests.parallel.test_layouts import LARGEST, parallel
 from tests.parallel.test_settings import SGD
@@ -38,6 +38,7 @@ FOR_EXPERTS = [
     "expert x context", "expert x pipeline", "tensor",
 ]  # fmt: skip
 FOR_COMPILED_EXPERTS = ["data zero 3", "expert zero 1"]
+FOR_MUON = ["zero 0 on 2", "zero 3 on 4", "hybrid zero 1", "tensor", "data x pipeline zero 3", "data x tensor zero 3"]
 FOR_COMPILED = ["zero 3 on 2", "tensor", "sequence", "context", "pipeline 2 1f1b", "data x tensor zero 3"]
 LAST = ("gpipe", "hybrid", "empty")
 FOR_PRECISION = ["zero 3 on 2", "tensor", "pipeline 2 1f1b", "pipeline 2 zero-bubble"]
@@ -120,6 +121,13 @@ def cases() -> list[Case]:
                 found.append(Case(name, ranks, family, overrides, tolerance, settings, precision=precision))
     for number, name in enumerate(test_experts.LOADS):
         found.append(Case(f"load, {name}", (2, 4)[number % 2], "experts", [], FAMILY_ROUNDING, kind="load"))
+    for layout in FOR_MUON:
+        ranks, overrides = known[layout]
+        settings = (*UNCOMPILED, *test_muon.FP32)
+        found.append(Case(f"muon, {layout}", ranks, "llama", overrides, test_muon.ROUNDING, settings))
+    ranks, overrides = test_experts.LAYOUTS["expert x tensor"]
+    settings = (*UNCOMPILED, *test_muon.FP32)
+    found.append(Case("muon, expert x tensor", ranks, "experts", overrides, test_muon.ROUNDING, settings))
     for layout in FOR_PRUNE:
         ranks, tensor = test_prune.LAYOUTS[layout]
         name = f"prune, {layout}, qwen2"

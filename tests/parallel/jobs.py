@@ -21,7 +21,9 @@ from steelyard.model import loss as losses
 from steelyard.model.experts import Experts
 from steelyard.model.loss import linear_cross_entropy
 from steelyard.parallel import expert_parallel, tensor_parallel
+from steelyard.parallel.matrix_exchange import plan_rounds
 from steelyard.parallel.mesh import MeshAxis
+from steelyard.parallel.param_shards import ParamShard
 from steelyard.parallel.tensor_parallel import VocabParallelHead
 from steelyard.parallel.world import init_distributed
 from steelyard.sparsity import sparsity_extension as sparsity
@@ -218,3 +220,58 @@ def gradients_of_a_compiled_model() -> dict[str, float]:
             found.append({name: parameter.grad for name, parameter in model.named_parameters()})
     plain, compiled = found
     return {name: ((compiled[name] - plain[name]).norm() / plain[name].norm()).item() for name in plain}
+
+
+def exchanged_matrices(limit: int) -> dict[str, Any]:
+    """Exchange matrices sharded in every way over the ranks, and double them on their owners."""
+    with init_distributed("cpu", 0.5) as world:
+        rank, size = world.rank, world.size
+        generator = torch.Generator().manual_seed(0)
+        shards, wholes = [], []
+        for shape, how in [
+            ((7, 12), "rows"), ((12, 7), "rows"), ((1, 8), "rows"), ((8, 12), "columns"), ((8, 12), "copies"),
+            ((6, 4, 8), "rows"), ((4, 8, 8), "columns"), ((5, 4, 8), "copies"), ((8, 8), "halves"),
+        ]:  # fmt: skip
+            whole = torch.randn(shape, generator=generator)
+            shard, offset = _shard(whole, how, rank, size)
+            parameter = torch.nn.Parameter(shard.clone())
+            shards.append(ParamShard(f"{shape}", parameter, parameter.detach(), shape, offset, 1, *[False] * 5))
+            wholes.append(whole)
+        owned, worst = [], 0.0
+        rounds = plan_rounds(
+            shards, MeshAxis(rank, size, dist.group.WORLD), lambda rows, columns: rows * columns, limit
+        )
+        for each in rounds:
+            pieces = [shards[piece.param].tensor.view(-1)[piece.start : piece.stop] for piece in each.held]
+            sent = [values for piece, values in zip(each.held, pieces, strict=True) if piece.is_sent]
+            stacks = each.gather(torch.cat(sent) if sent else torch.empty(0))
+            for stack in stacks:
+                owned += [_number_of(matrix, wholes) for matrix in stack]
+            for values, result in zip(
+                pieces, each.scatter([2 * stack for stack in stacks], torch.empty(0)), strict=True
+            ):
+                worst = max(worst, (result - 2 * values).abs().max().item())
+        return {"owned": owned, "worst": worst, "rounds": len(rounds), "matrices": sum(_matrices(w) for w in wholes)}
+
+
+def _shard(whole: torch.Tensor, how: str, rank: int, size: int) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """A rank's part: rows as FSDP shards them, columns as tensor parallelism does, or in two copies of halves."""
+    offset = [0] * whole.ndim
+    if how == "columns":
+        width = whole.shape[-1] // size
+        offset[-1] = rank * width
+        return whole[..., offset[-1] : offset[-1] + width].contiguous(), tuple(offset)
+    pieces = {"rows": size, "copies": 1, "halves": size // 2}[how]
+    rows = -(-len(whole) // pieces)
+    offset[0] = min(len(whole), rank % pieces * rows)
+    return whole[offset[0] : offset[0] + rows].contiguous(), tuple(offset)
+
+
+def _matrices(whole: torch.Tensor) -> int:
+    return len(whole) if whole.ndim == 3 else 1
+
+
+def _number_of(matrix: torch.Tensor, wholes: list[torch.Tensor]) -> int:
+    """The number of a matrix among all of them; fails if it is none of them, bit for bit."""
+    every = [each for whole in wholes for each in (whole if whole.ndim == 3 else whole[None])]
+    return next(number for number, each in enumerate(every) if torch.equal(each, matrix))

@@ -50,10 +50,11 @@ def test_a_run_goes_on_where_it_was_on_another_layout(layouts: Layouts, pair: st
     [
         ["optim.name=sgd-sai", "optim.learning_rate=3e-3"],
         ["optim.offload=true"],
+        ["optim.state=bf16"],
         ["train.precision=fp16", "optim.name=sgd", "optim.learning_rate=0.1"],
         ["optim.name=sgd", "model.dropout=0.1", "train.batch_ramp={start=4, increment=2, samples=30}"],
     ],
-    ids=["sgd-sai", "offload", "fp16", "dropout and ramp-up"],
+    ids=["sgd-sai", "offload", "bf16 state", "fp16", "dropout and ramp-up"],
 )
 def test_what_is_not_a_weight_comes_along(layouts: Layouts, settings: list[str]):
     run = halves(layouts, "llama", (2, parallel(zero=3)), PIPELINE, *settings)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from steelyard.core.recipe import Recipe
-from steelyard.planning import communication, compute, memory_fit
+from steelyard.planning import communication, compute, memory_fit, update_cost
 from steelyard.planning.communication import BASE_LATENCY, LINK_SHARE, NETWORK_SHARE, SOCKET_SHARE, Ring, group
 from steelyard.planning.compute import MEMORY_SHARE, RAMP, LayerDims, Work
 from steelyard.planning.layout import Seats
@@ -157,8 +157,28 @@ def test_more_bandwidth_is_never_slower(mesh, network, factor, software):
 def test_an_offloaded_optimizer_pays_for_the_way_to_the_host_and_for_its_memory():
     # A billion parameters: 4 bytes there and 4 back at 10 GB/s, then 28 bytes each for 8 ranks at 100 GB/s.
     nodes = cluster(("a100-40", 1, 8), host_link_GBps=10.0, host_GBps=100.0).nodes[0]
-    assert compute.host_optimizer(nodes, 8, 2).seconds(1e9) == pytest.approx(0.8 + 8 * 0.28)
-    assert compute.host_optimizer(nodes, 1, 1).seconds(1e9) == pytest.approx(0.8 + 0.2)
+    assert update_cost.host_optimizer(nodes, 8, 2).seconds(1e9) == pytest.approx(0.8 + 8 * 0.28)
+    assert update_cost.host_optimizer(nodes, 1, 1).seconds(1e9) == pytest.approx(0.8 + 0.2)
+
+
+def test_muon_adds_its_products_shared_by_the_ranks_of_a_stage_and_their_exchange():
+    plain, machines = gpt(precision="bf16"), cluster(("a100-80", 1, 4))
+    muon = plain.model_copy(update={"optim": plain.optim.model_copy(update={"name": "muon"})})
+    # Per layer: four squares of 1024, and two matrices with a side of 4096. Five iterations of three products.
+    short, long = 1024, 4096
+    flops = 5 * (4 * 6 * short**3 + 2 * (4 * short**2 * long + 2 * short**3))
+    assert update_cost.matrix_flops(muon) == flops
+    assert update_cost.matrix_flops(plain) == 0
+    for ranks, zero in ((1, 0), (4, 1), (4, 0)):
+        chosen = layout([("a100-80", 1)], (8,), data=ranks, zero=zero)
+        adamw, ours = (Predictor(recipe, machines, STEELYARD).parts(chosen).optimizer for recipe in (plain, muon))
+        products = 8 * flops / (312e12 * A100.sustained * ranks)
+        matrices = 8 * 12 * short**2
+        saved = (
+            8 * matrices / (ranks if zero else 1) / (2039e9 * MEMORY_SHARE)
+        )  # One state of 4 bytes, read and written.
+        sent = 2 * matrices * (3 / 4) / (300e9 * LINK_SHARE) * (2 / 4 if zero else 1) if ranks > 1 else 0.0
+        assert ours - adamw == pytest.approx(products - saved + sent, rel=0.05)
 
 
 def test_offloading_frees_the_gpu_costs_time_and_needs_the_hosts_memory():

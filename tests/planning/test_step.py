@@ -3,9 +3,9 @@
 from dataclasses import fields, is_dataclass
 
 from steelyard.planning.communication import Ring
-from steelyard.planning.compute import UpdateCost
 from steelyard.planning.predict import Predictor
 from steelyard.planning.step import CostTable, RankParams, StageCost, StepCost, UnitCost
+from steelyard.planning.update_cost import UpdateCost
 from tests.planning.machines import cluster, gpt, layout
 
 ALONE = Ring(1, 1.0, 0.0)

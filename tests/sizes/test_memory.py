@@ -68,6 +68,28 @@ def test_one_state_for_sgd_and_none_on_the_device_when_offloaded():
     assert offloaded.host == 16 * adamw.weights // 4
 
 
+def test_small_state_takes_two_bytes_or_little_more_than_one():
+    fp32, bf16, int8 = (
+        memory("gpt2-small", 1, f"optim.state={kind}")[0].optimizer for kind in ("fp32", "bf16", "int8")
+    )
+    assert fp32 == 2 * bf16
+    assert int8 == pytest.approx(fp32 * (1 + 4 / 256) / 4, rel=1e-6)
+
+
+@pytest.mark.parametrize("overrides", [[], ["parallel.zero=3"], ["parallel.expert=4", "parallel.zero=1"]])
+def test_muon_has_one_state_for_matrices_of_layers_experts_included_and_two_for_the_rest(overrides):
+    name, world = ("qwen3-30b-a3b", 8) if overrides else ("gpt2-small", 1)
+    recipe = load_recipe(name, overrides)
+    adamw, muon = (memory(name, world, *overrides, f"optim.name={each}")[0] for each in ("adamw", "muon"))
+    layers = recipe.model.blocks.layers
+    matrices = sum(param.size for layer in layers for param in layer.params().values() if param.is_matrix)
+    shards = 8 if recipe.parallel.zero else 1
+    assert adamw.optimizer - muon.optimizer == pytest.approx(4 * matrices / shards, rel=1e-6)
+    frozen = ["sparsity.method=learned", "sparsity.base=here"]
+    masks = [memory("llama3.2-1b", 1, *frozen, f"optim.name={each}")[0].optimizer for each in ("adamw", "muon")]
+    assert masks[0] == masks[1]
+
+
 @pytest.mark.parametrize("name", ["gpt2-xl", "llama3.2-1b"])
 def test_recomputation_trades_activations(name):
     none, selective, some, full = (

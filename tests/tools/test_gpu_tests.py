@@ -104,7 +104,8 @@ def test_every_kind_of_case_is_there():
     known = cases()
     assert len({case.name for case in known}) == len(known)
     assert {case.ranks for case in known} == {2, 4}
-    assert sum(case.compiled for case in known) == 6
+    assert sum(case.compiled for case in known) == 8
+    assert sum(case.name.startswith("muon") for case in known) >= 6
     assert {case.precision for case in known} == {"fp32", "bf16", "fp8"}
     assert sum(case.kind == "masks" for case in known) >= 2
     assert sum(case.kind == "lora" for case in known) >= 2

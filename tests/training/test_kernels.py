@@ -10,7 +10,7 @@ RATE, BETAS, EPS, DECAY = 1e-2, (0.9, 0.95), 1e-8, 0.1
 
 
 def test_the_kernel_moves_a_tensor_as_torchs_fused_adamw_does_and_skips_what_overflowed():
-    from steelyard.training.adamw_kernel import move
+    from steelyard.training.optimizers.adamw_kernel import move
 
     generator = torch.Generator().manual_seed(0)
     ours = torch.randn(5001, generator=generator).to(DEVICE)
@@ -33,7 +33,7 @@ def test_the_kernel_moves_a_tensor_as_torchs_fused_adamw_does_and_skips_what_ove
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="there is no GPU to wait for")
 def test_a_step_asks_the_gpu_for_no_number():
-    from steelyard.training.adamw import LARGE, AdamW
+    from steelyard.training.optimizers.adamw import LARGE, AdamW
 
     tensors = [torch.randn(LARGE, device=DEVICE, requires_grad=True), torch.randn(8, device=DEVICE, requires_grad=True)]
     adamw = AdamW(tensors, lr=RATE, betas=BETAS, eps=EPS, weight_decay=DECAY, fused=True)

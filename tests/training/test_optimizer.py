@@ -4,9 +4,11 @@ import torch
 from steelyard import training
 from steelyard.core.recipe import load_recipe
 from steelyard.core.recipe.optim_section import OptimSection
+from steelyard.core.recipe.optimizers import OPTIMIZERS
 from steelyard.parallel.param_shards import ParamShard
 from steelyard.training.optimizer import Optimizer
-from steelyard.training.sgd import Sgd, SgdSai
+from steelyard.training.optimizers.sgd import Sgd
+from steelyard.training.optimizers.sgd_sai import SgdSai
 
 
 def gradients(steps: int, size: int) -> list[torch.Tensor]:
@@ -49,11 +51,13 @@ def test_sgd_sai_follows_its_definition():
 
 def part(name: str, size: int) -> ParamShard:
     parameter = torch.nn.Parameter(torch.ones(size, size))
-    return ParamShard(name, parameter, parameter.detach(), (size, size), (0, 0), 1, *[False] * 5)
+    return ParamShard(name, parameter, parameter.detach(), (size, size), (0, 0), 1, *[False] * 5, is_matrix=True)
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd", "sgd-sai"])
-@pytest.mark.parametrize("on_host", [False, True])
+@pytest.mark.parametrize(
+    ("name", "on_host"),
+    [(name, on_host) for name in OPTIMIZERS for on_host in (False, True) if name != "muon"] + [("muon", False)],
+)
 def test_gradients_are_divided_by_their_scale_and_a_step_that_overflowed_moves_nothing(name, on_host):
     optim = OptimSection(name=name, learning_rate=0.1)
     steps = [gradient.view(3, 3) for gradient in gradients(3, 9)]
@@ -75,7 +79,7 @@ def test_gradients_are_divided_by_their_scale_and_a_step_that_overflowed_moves_n
     torch.testing.assert_close(scaled.tensor, plain.tensor)
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd", "sgd-sai"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_state_made_for_loading_moves_nothing_and_has_the_names_of_a_checkpoint(name):
     own, loaded = part("a.weight", 3), part("a.weight", 3)
     stepped, made = (Optimizer([each], OptimSection(name=name), False) for each in (own, loaded))
@@ -90,7 +94,7 @@ def test_state_made_for_loading_moves_nothing_and_has_the_names_of_a_checkpoint(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["sgd", "sgd-sai"])
+@pytest.mark.parametrize("name", ["muon", "sgd", "sgd-sai"])
 def test_its_state_is_saved_and_a_continued_run_is_the_same(in_workplace, name):
     settings = [f"optim.name={name}", "optim.schedule=constant", "optim.learning_rate=3e-3", "eval.every=0"]
     whole = training.run(load_recipe("tiny.toml", [*settings, "train.steps=20", "name=whole"]))

@@ -31,6 +31,8 @@ class BlockParam:
     """Whether a rank computes only a part of the gradient of a parameter that it holds in full."""
     is_expert: bool = False
     """Whether the first dimension counts experts, which expert parallelism shards."""
+    is_matrix: bool = False
+    """Whether it is the weight matrix of a linear map, or a stack of them, one for each expert."""
 
     @property
     def size(self) -> int:
@@ -118,7 +120,7 @@ class AttentionBlock:
         found = {}
         for name, (rows, columns) in self.matrices().items():
             is_output = name == "output"
-            found[f"{name}.weight"] = BlockParam((rows, columns), 1 if is_output else 0)
+            found[f"{name}.weight"] = BlockParam((rows, columns), 1 if is_output else 0, is_matrix=True)
             if self.output_bias if is_output else self.qkv_bias:
                 found[f"{name}.bias"] = BlockParam((rows,), None if is_output else 0)
         for name, norm in self.norms().items():
@@ -154,7 +156,7 @@ class MlpBlock:
         """The parameters by name."""
         found = {}
         for name, (rows, columns) in self.matrices().items():
-            found[f"{name}.weight"] = BlockParam((rows, columns), 1 if name == "down" else 0)
+            found[f"{name}.weight"] = BlockParam((rows, columns), 1 if name == "down" else 0, is_matrix=True)
             if self.bias:
                 found[f"{name}.bias"] = BlockParam((rows,), None if name == "down" else 0)
         return found

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
+from steelyard.core.recipe.optimizers import OPTIMIZERS
 from steelyard.core.recipe.section import NonNegativeInt, PositiveInt, Section, contradiction
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 UNITS = ("steps", "samples", "tokens")
+if TYPE_CHECKING:
+    OptimizerName = str
+else:
+    OptimizerName = Literal[tuple(OPTIMIZERS)]
 
 
 class OptimSection(Section):
     """Optimizer, learning rate, schedule and weight decay."""
 
-    name: Literal["adamw", "sgd", "sgd-sai"] = "adamw"
-    learning_rate: PositiveFloat = 3e-4
+    name: OptimizerName = "adamw"
+    learning_rate: PositiveFloat = Field(3e-4, description="muon: of the weight matrices of layers")
+    adamw_learning_rate: PositiveFloat | None = Field(
+        None, description="muon: of all other parameters, which AdamW updates; default: learning_rate"
+    )
     min_learning_rate: NonNegativeFloat = 0.0
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     warmup_steps: NonNegativeInt = 0
@@ -33,8 +41,19 @@ class OptimSection(Section):
     )
     weight_decay: NonNegativeFloat = Field(0.1, description="applied to matrices, not to norms and biases")
     no_decay: list[str] = Field([], description='further parameters without decay, as patterns: "embed.*"')
-    betas: list[Beta] = Field([0.9, 0.95], min_length=2, max_length=2, description="of adamw")
+    betas: list[Beta] = Field([0.9, 0.95], min_length=2, max_length=2, description="of adamw, also beside muon")
+    state: Literal["fp32", "bf16", "int8"] = Field(
+        "fp32", description="adamw: how its moments are stored; int8 has a scale for every 256 numbers"
+    )
     momentum: Beta = Field(0.9, description="of sgd and sgd-sai")
+    muon_momentum: Beta = 0.95
+    muon_nesterov: bool = True
+    muon_scale: Literal["original", "match_rms_adamw"] = Field(
+        "match_rms_adamw", description="factor on an update: max(1, rows/columns)^0.5 or 0.2 max(rows, columns)^0.5"
+    )
+    muon_extra_scale_factor: PositiveFloat = Field(1.0, description="a further factor on the updates of muon")
+    muon_ns_steps: Annotated[int, Field(ge=1, lt=100)] = Field(5, description="Newton-Schulz iterations")
+    muon_precision: Literal["bf16", "fp32"] = Field("bf16", description="of the Newton-Schulz iterations")
     eps: PositiveFloat = 1e-8
     clip: NonNegativeFloat = Field(1.0, description="largest gradient norm; 0 turns clipping off")
     offload: bool = Field(False, description="keep optimizer state in host memory and run the optimizer on the CPU")
@@ -46,6 +65,18 @@ class OptimSection(Section):
                 "optim.min_learning_rate",
                 f"{self.min_learning_rate} is above optim.learning_rate = {self.learning_rate}",
                 "the learning rate decays from learning_rate to min_learning_rate",
+            )
+        if self.name == "muon" and self.offload:
+            raise contradiction(
+                "optim.offload",
+                'optim.name is "muon", whose matrix products would run on the CPU',
+                "shard the state over more ranks instead: parallel.zero",
+            )
+        if self.state != "fp32" and (self.name != "adamw" or self.offload):
+            raise contradiction(
+                "optim.state",
+                f'"{self.state}" is for optim.name = "adamw" without optim.offload',
+                'set optim.state = "fp32"',
             )
         for length in ("warmup", "decay"):
             units = (*UNITS, "share") if length == "warmup" else UNITS

@@ -1,10 +1,6 @@
-"""SGD with momentum and SGD-SaI (scaled at initialisation), both with decoupled weight decay.
+"""SGD with momentum and decoupled weight decay.
 
-SGD-SaI sets a learning-rate factor for each tensor once: its gradient signal-to-noise ratio ||g|| / (std(g) + eps),
-from the first gradient of the whole tensor, over all its shards. After that it is momentum SGD, with half of AdamW's
-state. The ratio is part of the optimizer state and is saved with it.
-
-Like torch's fused AdamW, both divide gradients by `grad_scale` and change nothing if `found_inf` is 1, without a device
+Like torch's fused AdamW it divides gradients by `grad_scale` and changes nothing if `found_inf` is 1, without a device
 synchronisation.
 """
 
@@ -15,6 +11,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from steelyard.core.recipe.optim_section import OptimSection
+from steelyard.parallel.mesh import MeshAxis
+from steelyard.training.optimizers import OptimParam, param_groups
+
+
+def build(params: list[OptimParam], optim: OptimSection, stage: MeshAxis) -> Sgd:
+    """SGD for all parameters."""
+    return Sgd(param_groups(params), optim.learning_rate, optim.momentum)
 
 
 class Sgd(torch.optim.Optimizer):
@@ -46,23 +51,3 @@ class Sgd(torch.optim.Optimizer):
         if "momentum" not in state:
             state["momentum"] = torch.zeros_like(gradient)
         return state["momentum"] * group["momentum"] + gradient, group["lr"]
-
-
-class SgdSai(Sgd):
-    """p <- p (1 - lr wd) - lr gsnr m, with m <- momentum m + (1 - momentum) g, and m = g at first."""
-
-    @property
-    def needs_ratios(self) -> bool:
-        """Whether the next gradient is the first."""
-        return not any("gsnr" in state for state in self.state.values())
-
-    def start(self, ratios: dict[Tensor, Tensor]) -> None:
-        """Set the ratio of each parameter, and its first gradient as the initial momentum."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                first = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad / self.grad_scale
-                self.state[parameter] = {"gsnr": ratios[parameter].clone(), "momentum": first}
-
-    def _update(self, state: dict[str, Tensor], gradient: Tensor, group: dict[str, Any]) -> tuple[Tensor, Any]:
-        momentum = torch.lerp(state["momentum"], gradient, 1 - group["momentum"])
-        return momentum, group["lr"] * state["gsnr"]

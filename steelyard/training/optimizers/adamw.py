@@ -12,7 +12,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from steelyard.core.recipe.optim_section import OptimSection
+from steelyard.parallel.mesh import MeshAxis
+from steelyard.training.optimizers import OptimParam, param_groups
+from steelyard.training.optimizers.small_adamw import SmallAdamW
+
 LARGE = 1 << 22  # elements; for smaller tensors a launch per tensor costs the host more than torch's shared launch
+
+
+def build(params: list[OptimParam], optim: OptimSection, stage: MeshAxis) -> AdamW | SmallAdamW:
+    """AdamW for all parameters."""
+    if optim.state != "fp32":
+        return SmallAdamW(params, optim)
+    return AdamW(param_groups(params), **options(optim))
+
+
+def options(optim: OptimSection) -> dict[str, Any]:
+    """The recipe's options of AdamW."""
+    return {"lr": optim.learning_rate, "betas": tuple(optim.betas), "eps": optim.eps, "fused": True}
 
 
 class AdamW(torch.optim.AdamW):
@@ -40,7 +57,7 @@ class AdamW(torch.optim.AdamW):
             parameter.grad = gradient
 
     def _update_large(self, parameter: Tensor, group: dict[str, Any]) -> bool:
-        from steelyard.training.adamw_kernel import move
+        from steelyard.training.optimizers.adamw_kernel import move
 
         state = self.state[parameter]
         if not state:
