@@ -73,7 +73,7 @@ def follow(path: Path, seconds: float, patience: float = PATIENCE) -> int:
             last_line = now
             print_line(f"{time.strftime('%H:%M:%S')}  {progress_line(seen)}")
         for verdict in kinds:
-            print_line(f"  {verdict['level']}: {verdict['message']}\n    {verdict['what_to_do']}")
+            print_line(textwrap.indent(f"{verdict['level']}: {verdict['message']}\n  {verdict['what_to_do']}", "  "))
         shown = seen["verdicts"]
     return int(seen["exit_code"])
 
@@ -97,7 +97,9 @@ def rendered(seen: dict[str, Any]) -> list[tuple[str, str]]:
     """The lines of the page with their styles, most important first: a small terminal shows only the top."""
     lines = [(f"{seen['name']}  {seen['state']}  {seen['path']}", "bold")]
     for verdict in seen["verdicts"]:
-        lines.append((f"{verdict['level'].upper():{INDENT - 1}} {verdict['message']}", COLOURS[verdict["level"]]))
+        first, *more = verdict["message"].split("\n")
+        lines.append((f"{verdict['level'].upper():{INDENT - 1}} {first}", COLOURS[verdict["level"]]))
+        lines += [(f"{'':{INDENT}}{line}", COLOURS[verdict["level"]]) for line in more]
         if verdict["what_to_do"] != "nothing":
             lines.append((f"{'':{INDENT}}{verdict['what_to_do']}", "dim"))
     lines.append(("", ""))

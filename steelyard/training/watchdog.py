@@ -49,7 +49,7 @@ class Watchdog:
         self.stalled = 0.0
         """Seconds that this process did not run although it could have."""
         self._step, self._done, self._longest = 0, time.monotonic(), 0.0
-        self._written = 0.0
+        self._written, self._began = 0.0, time.time()
         self._trained_in = threading.main_thread().ident
         self._over = threading.Event()
 
@@ -92,20 +92,23 @@ class Watchdog:
             "host": socket.gethostname(),
             "time": time.time(),
             "step": self._step,
-            "groups": collectives(),
+            "groups": collectives(self._began),
             "stack": [f"{os.path.basename(each.filename)}:{each.lineno} {each.name}" for each in stack],
         }
 
 
-def collectives() -> list[dict[str, Any]]:
-    """The last collective of each process group on this rank, from PyTorch's flight recorders."""
+def collectives(since: float) -> list[dict[str, Any]]:
+    """The last collective of each process group on this rank since a time, from PyTorch's flight recorders.
+
+    The recorders outlive process groups, and a new group may have the name of an earlier one.
+    """
     from torch._C import _distributed_c10d as c10d
 
     groups: dict[str, dict[str, Any]] = {}
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):  # gloo's recorder, and NCCL's own
         dump = getattr(c10d, name, None)
         for entry in json.loads(dump() or "{}").get("entries", []) if dump is not None else ():
-            if entry.get("is_p2p"):
+            if entry.get("is_p2p") or entry["time_created_ns"] < 1e9 * since:
                 continue
             group, described = entry["process_group"][:2]
             key = f"{group} {entry['profiling_name'].partition(':')[0]}"

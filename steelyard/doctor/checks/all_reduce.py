@@ -10,7 +10,7 @@ from typing import Any
 import steelyard
 from steelyard.core import units
 from steelyard.core.errors import UserError
-from steelyard.doctor import known_errors
+from steelyard.observe import known_errors
 from steelyard.doctor.finding import Finding
 from steelyard.doctor.machine import Answer, Machine
 from steelyard.doctor.python_info import PythonInfo

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from steelyard.doctor import known_errors
+from steelyard.observe import known_errors
 from steelyard.doctor.finding import Finding
 from steelyard.doctor.machine import Machine
 from steelyard.doctor.python_info import PythonInfo

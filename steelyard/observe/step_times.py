@@ -1,0 +1,55 @@
+"""How long the steps of a run took: the last ones, and a median for every minute of the last half hour.
+
+Records of short steps are many, and `RunState` keeps only the last of them. Durations are per sample of the global
+batch, which may grow during a run.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from statistics import median
+from typing import Any
+
+from steelyard.observe.host_logs import is_number
+
+KEPT_STEPS, KEPT_MINUTES, KEPT_IN_MINUTE = 1024, 30, 120
+SETTLED = 2  # records after a start that do not count: kernels are compiled, caches are filled
+MINUTE = 60.0
+PAUSE = 10 * MINUTE  # a longer one is a restart
+
+
+class StepTimes:
+    """Fed with all records, in order."""
+
+    def __init__(self) -> None:
+        self._recent: deque[tuple[float, float]] = deque(maxlen=KEPT_STEPS)
+        self._minutes: deque[tuple[float, deque[float]]] = deque(maxlen=KEPT_MINUTES)
+        self._unsettled, self._step = SETTLED, -1
+
+    @property
+    def recent(self) -> list[tuple[float, float]]:
+        """Time and duration of the last records."""
+        return list(self._recent)
+
+    def minutes(self, since: float) -> list[tuple[float, float]]:
+        """The end of each minute from a time on, and the median duration of its steps."""
+        return [(begin + MINUTE, median(each)) for begin, each in self._minutes if begin >= since]
+
+    def add(self, records: Iterable[dict[str, Any]]) -> None:
+        """Add new records. Those without a duration, such as validations, do not count."""
+        for record in records:
+            at, seconds, batch = record.get("time"), record.get("seconds"), record.get("global_batch")
+            if not is_number(at) or not is_number(seconds):
+                continue
+            if record["step"] <= self._step or (self._recent and at - self._recent[-1][0] > PAUSE):
+                self._unsettled = SETTLED
+            self._step = record["step"]
+            if self._unsettled > 0:
+                self._unsettled -= 1
+                continue
+            each = seconds / (batch if is_number(batch) and batch > 0 else 1.0)
+            self._recent.append((float(at), each))
+            if not self._minutes or at >= self._minutes[-1][0] + MINUTE:
+                self._minutes.append((float(at), deque(maxlen=KEPT_IN_MINUTE)))
+            self._minutes[-1][1].append(each)
