@@ -37,6 +37,7 @@ from steelyard.launch.heartbeat import Heartbeat
 from steelyard.launch.log_capture import LogFile, PipeReader
 from steelyard.launch.root_cause import RankExit, blame, only_noticed
 from steelyard.launch.spawn import SAME_REQUEST_SECONDS, Rank, signals, watch
+from steelyard.launch.verdict_watch import notifying
 from steelyard.parallel.rendezvous import MEETING
 
 
@@ -113,6 +114,8 @@ def main(arguments: Sequence[str]) -> int:
                 own = [rank.process.pid for rank in ranks]
                 stack.enter_context(Sampler(run, _local_ranks if options.one_rank else lambda: own, host))
                 stack.enter_context(Heartbeat(run, host))
+            if ranks[0].rank == 0:
+                stack.enter_context(notifying(run))
             hung = watch(list(ranks), stop_signals, failed)
             return _end(options, run, ranks, hung, bool(stop_signals), logs[1])
     except SteelyardError as error:
