@@ -217,6 +217,10 @@ def lost_node(folder: Folder) -> None:
     older(folder, 5)
 
 
+def validated_first(folder: Folder) -> None:
+    folder.records = [{"step": 0, "valid_loss": 8.0, "time": NOW - 5}]
+
+
 def late_heartbeat(folder: Folder) -> None:
     """A record, which needs all ranks, is younger than the heartbeat."""
     folder.beats = {"n0": NOW - 1, "n1": NOW - 25}
@@ -393,6 +397,7 @@ CASES = {
     "processes hidden by a container": (hidden_by_a_container, {"healthy": "ok"}, 0),
     "a GPU nobody uses": (one_gpu_unused, {"idle-gpus": "warning"}, 4),
     "a host powered off": (powered_off, {"lost-node": "wrong"}, 1),
+    "validated before the first step": (validated_first, {"healthy": "ok"}, 0),
     "a node without power": (lost_node, {"lost-node": "wrong"}, 1),
     "a node whose heartbeat is late": (late_heartbeat, {"healthy": "ok"}, 0),
     "a node that ended in order": (ended_in_order, {"healthy": "ok"}, 0),

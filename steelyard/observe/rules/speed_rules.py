@@ -25,7 +25,7 @@ CAUSES = "check for other processes, heat or a low clock rate"
 
 def slow_rank(state: RunState) -> Verdict | None:
     """Steps take longer than before, or a rank takes longer than its peers for the same work, or both."""
-    if not state.is_live or (state.progressed or 0.0) < (state.began or 0.0):
+    if not state.is_live or not state.trained or (state.progressed or 0.0) < (state.began or 0.0):
         return None
     rank, steps = _slow_rank(state), _slow_steps(state)
     if rank is None and steps is None:
