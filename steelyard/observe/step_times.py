@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from statistics import median
 from typing import Any
 
+from steelyard.core.medians import weighted_median
 from steelyard.observe.host_logs import is_number
 
 KEPT_STEPS, KEPT_MINUTES, KEPT_IN_MINUTE = 1024, 30, 120
@@ -23,14 +24,18 @@ class StepTimes:
     """Fed with all records, in order."""
 
     def __init__(self) -> None:
-        self._recent: deque[tuple[float, float]] = deque(maxlen=KEPT_STEPS)
+        self._recent: deque[tuple[float, float, float]] = deque(maxlen=KEPT_STEPS)
         self._minutes: deque[tuple[float, deque[float]]] = deque(maxlen=KEPT_MINUTES)
         self._unsettled, self._step = SETTLED, -1
 
-    @property
-    def recent(self) -> list[tuple[float, float]]:
-        """Time and duration of the last records."""
-        return list(self._recent)
+    def last(self, seconds: float, least: int) -> float | None:
+        """The median of the last records, each counted as long as it lasted; None with fewer than `least`."""
+        if len(self._recent) < least:
+            return None
+        newest = self._recent[-1][0]
+        recent = [each for each in self._recent if newest - each[0] <= seconds]
+        recent = recent if len(recent) >= least else list(self._recent)[-least:]
+        return weighted_median([each for _, _, each in recent], [lasted for _, lasted, _ in recent])
 
     def minutes(self, since: float) -> list[tuple[float, float]]:
         """The end of each minute from a time on, and the median duration of its steps."""
@@ -49,7 +54,8 @@ class StepTimes:
                 self._unsettled -= 1
                 continue
             each = seconds / (batch if is_number(batch) and batch > 0 else 1.0)
-            self._recent.append((float(at), each))
+            lasted = at - self._recent[-1][0] if self._recent else 0.0
+            self._recent.append((float(at), min(max(lasted, 0.0), MINUTE), each))
             if not self._minutes or at >= self._minutes[-1][0] + MINUTE:
                 self._minutes.append((float(at), deque(maxlen=KEPT_IN_MINUTE)))
             self._minutes[-1][1].append(each)

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from steelyard.core.medians import weighted_median
 from steelyard.parallel.mesh import Mesh
 from steelyard.training.watchdog import Watchdog
 
@@ -130,12 +131,16 @@ class StepTimer:
 
 
 class History:
-    """The seconds per step of every rank: those of the last minute, and the medians of the minutes before."""
+    """The seconds per step of every rank: those of the last minute, and the medians of the minutes before.
+
+    A value counts as long as it lasted: of a minute with ten fast steps and three that took most of the minute, the
+    slow ones are the median.
+    """
 
     def __init__(self) -> None:
         self._sums: list[float] = []
         self._steps, self._since = 0, float("-inf")
-        self._last: deque[tuple[float, list[float]]] = deque()
+        self._last: deque[tuple[float, float, list[float]]] = deque()  # time, duration, seconds of all ranks
         self._past: deque[list[float]] = deque(maxlen=MINUTES)
         self._passed = float("-inf")
 
@@ -143,12 +148,14 @@ class History:
         """Add the seconds per step of all ranks. Returns each rank's median of a minute, and of ten minutes before."""
         self._sums = [a + steps * b for a, b in zip(self._sums or [0.0] * len(times), times, strict=True)]
         self._steps += steps
-        if now - self._since >= SECONDS_BETWEEN_TIMES or not self._last:
-            self._last.append((now, [each / self._steps for each in self._sums]))
+        if now - self._since >= SECONDS_BETWEEN_TIMES:
+            lasted = min(now - self._since, MINUTE / LEAST_TIMES) if self._last else SECONDS_BETWEEN_TIMES
+            self._last.append((now, lasted, [each / self._steps for each in self._sums]))
             self._sums, self._steps, self._since = [], 0, now
         while len(self._last) > LEAST_TIMES and now - self._last[0][0] > MINUTE:
             self._last.popleft()
-        own = [median(each) for each in zip(*(row for _, row in self._last), strict=True)]
+        weights = [lasted for _, lasted, _ in self._last]
+        own = [weighted_median(each, weights) for each in zip(*(row for *_, row in self._last), strict=True)]
         past = [median(each) for each in zip(*self._past, strict=True)] if self._past else own
         if now - self._passed >= MINUTE and len(self._last) >= LEAST_TIMES:
             self._past.append(own)

@@ -14,7 +14,7 @@ from steelyard.observe.host_logs import is_number
 from steelyard.observe.rules import Verdict
 from steelyard.observe.run_state import RunState
 
-SLOWER, RECORDS_SLOW, SECONDS_SLOW = 1.25, 3, 30.0
+SLOWER, RECORDS_SLOW, SECONDS_SLOW = 1.25, 3, 15.0
 MINUTE = 60.0
 LONGER = 2.0  # times as long as before
 LONGEST = 1.25  # times as long as in the slowest quarter of the minutes before, which shows how much steps vary
@@ -41,12 +41,16 @@ def slow_rank(state: RunState) -> Verdict | None:
 
 
 def _slow_rank(state: RunState) -> str | None:
-    """Such as: rank 2 on b1 is 1.4 times slower than its peers. The same one in every record of half a minute."""
-    records = [record for record in state.trained if isinstance(record.get("rank_seconds"), dict)]
-    newest = _time(state.trained[-1]) if records else 0.0
+    """Such as: rank 2 on b1 is 1.4 times slower than its peers. The same one in every record of a quarter minute."""
+    begun = state.began or 0.0
+    trained = [record for record in state.trained if _time(record) >= begun]
+    records = [record for record in trained if isinstance(record.get("rank_seconds"), dict)]
+    newest = _time(state.trained[-1])
+    if not records or newest - _time(records[0]) < MINUTE:
+        return None
     recent = [record for record in records if newest - _time(record) <= SECONDS_SLOW]
     records = recent if len(recent) > RECORDS_SLOW else records[-RECORDS_SLOW:]
-    lasted = _time(records[-1]) - _time(records[0]) if records else 0.0
+    lasted = _time(records[-1]) - _time(records[0])
     reported = [record["rank_seconds"] for record in records]
     if len(reported) < RECORDS_SLOW or lasted < SECONDS_SLOW / 2 or not all(_lags(each) for each in reported):
         return None
@@ -83,20 +87,17 @@ def _lags(reported: dict[str, Any]) -> bool:
 
 def _slow_steps(state: RunState) -> str | None:
     """Such as: steps take 6.0 times as long as 10 minutes ago."""
-    newest = _time(state.trained[-1])
-    last = [each for at, each in state.step_times.recent if newest - at <= MINUTE]
-    last = last if len(last) >= RECORDS_SLOW else [each for _, each in state.step_times.recent[-RECORDS_SLOW:]]
-    ages = {
-        newest - at: seconds for at, seconds in state.step_times.minutes(state.began or 0.0) if newest - at > MINUTE
-    }
-    past = {age: seconds for age, seconds in ages.items() if age >= AGO} or ages
-    if len(last) < RECORDS_SLOW or len(past) < LEAST_MINUTES:
+    newest, now = _time(state.trained[-1]), state.step_times.last(MINUTE, RECORDS_SLOW)
+    ages = {newest - at: seconds for at, seconds in state.step_times.minutes(state.began or 0.0) if newest - at > MINUTE}
+    past = {age: seconds for age, seconds in ages.items() if age >= AGO}
+    past = past if len(past) >= LEAST_MINUTES else ages
+    if now is None or len(past) < LEAST_MINUTES:
         return None
-    now, usual = median(last), median(past.values())
+    usual = median(past.values())
     if now < LONGER * usual or now < LONGEST * quantiles(past.values(), n=4)[-1]:
         return None
-    minutes = max(1, round(min(past) / MINUTE))
-    return f"steps take {now / usual:.1f} times as long as {minutes} minute{'s' if minutes > 1 else ''} ago"
+    minutes = round((min(past) if past is not ages else median(past)) / MINUTE)
+    return f"steps take {now / usual:.1f} times as long as {minutes} minutes ago"
 
 
 def _time(record: dict[str, Any]) -> float:
