@@ -9,9 +9,11 @@ itself, and peers only see that they wait.
 to `flight/rank-00003.json`:
 
     {"rank": 3, "host": "b1", "time": 1700000000.0, "step": 120, "groups": [{"name": "mesh_data", "ranks": [1, 3],
-      "op": "gloo:all_reduce", "entered": 17, "completed": 16, "since": 1699999970.0}], "stack": ["trainer.py:189 _step"]}
+      "op": "gloo:all_reduce", "pending": true, "entered": 17, "completed": 16, "since": 1699999970.0}],
+      "stack": ["trainer.py:189 _step"]}
 
-`entered` and `completed` count the collectives of the group on this rank. The recorder is read as JSON, never as a
+`entered` and `completed` count the collectives of the group on this rank; `op` and `since` are those of the first that
+has not completed, or else of the last. The recorder is read as JSON, never as a
 pickle. A process that is stopped, or whose interpreter is blocked, writes nothing: `steelyard watch` reports that it
 did not answer.
 """
@@ -19,7 +21,6 @@ did not answer.
 from __future__ import annotations
 
 import json
-import os
 import socket
 import sys
 import threading
@@ -93,7 +94,7 @@ class Watchdog:
             "time": time.time(),
             "step": self._step,
             "groups": collectives(self._began),
-            "stack": [f"{os.path.basename(each.filename)}:{each.lineno} {each.name}" for each in stack],
+            "stack": [f"{Path(each.filename).name}:{each.lineno} {each.name}" for each in stack],
         }
 
 
@@ -113,10 +114,12 @@ def collectives(since: float) -> list[dict[str, Any]]:
             group, described = entry["process_group"][:2]
             key = f"{group} {entry['profiling_name'].partition(':')[0]}"
             found = groups.setdefault(key, {"name": described, "ranks": _ranks_of(group), "entered": 0, "completed": 0})
-            number = entry["collective_seq_id"]
-            if number > found["entered"]:
-                found |= {"entered": number, "op": entry["profiling_name"], "since": entry["time_created_ns"] / 1e9}
-            if entry.get("retired"):
+            number, pending = entry["collective_seq_id"], not entry.get("retired")
+            # On a GPU the host enqueues later collectives: the first that has not completed is the one that hangs.
+            if not found.get("pending"):
+                found |= {"op": entry["profiling_name"], "since": entry["time_created_ns"] / 1e9, "pending": pending}
+            found["entered"] = max(found["entered"], number)
+            if not pending:
                 found["completed"] = max(found["completed"], number)
     return list(groups.values())
 

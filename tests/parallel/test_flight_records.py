@@ -1,4 +1,4 @@
-"""What ranks write when steps stop, and what follows from it: the collective, and the rank that keeps others waiting."""
+"""What ranks write when steps stop: the collective that hangs, and the rank that keeps others waiting."""
 
 import threading
 import time
@@ -45,13 +45,18 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_collective_and_the_rank_that_did_not_enter_it_are_named(layouts: Layouts, layout: str):
+    name_the_rank(layouts, layout)
+
+
+def name_the_rank(layouts: Layouts, layout: str, *settings: str) -> None:
+    """Run a layout, here or over NCCL (gpu_cases.py), and read what its ranks wrote."""
     ranks, words, away, waits = LAYOUTS[layout]
-    run = layouts.run(ranks, "llama", *words, "train.steps=4", "eval.every=0", extension=Away(away))
+    run = layouts.run(ranks, "llama", *settings, *words, "train.steps=4", "eval.every=0", extension=Away(away))
     records = flight_records.read(run.path, since=0.0)
     assert sorted(records) == list(range(ranks))
     found = flight_records.hang(records)
-    assert found is not None
-    assert found.missing == [away]
+    assert found is not None, records
+    assert found.missing == [away], (found, records)
     said = flight_records.described(found, records, {away: "b2"})
     assert waits in said
     assert f"rank {away} on b2 did not enter it and is in test_flight_records.py" in said, said
