@@ -244,6 +244,14 @@ def slow_steps(folder: Folder) -> None:
         record |= {"time": NOW - 10 * (ago + 1), "seconds": 6.0 if ago < 7 else 1.0}
 
 
+def shared_machine(folder: Folder) -> None:
+    """All ranks take six times as long: they wait for cores that other processes use."""
+    slow_steps(folder)
+    for record in folder.records:
+        waited = 5.2 if record["seconds"] == 6.0 else 0.1
+        record["rank_seconds"] = {"slowest": 0, "seconds": 1.0, "median": 1.0, "core_wait": waited}
+
+
 def uneven_steps(folder: Folder) -> None:
     """A shared machine: every third minute takes as long as the last one."""
     slow_steps(folder)
@@ -274,7 +282,7 @@ def fewer_ranks(folder: Folder) -> None:
 
 
 def slow(folder: Folder) -> None:
-    for record in folder.records[-4:]:
+    for record in folder.records[-8:]:
         record["rank_seconds"] = {"slowest": 3, "seconds": 1.4, "median": 0.9}
 
 
@@ -290,8 +298,18 @@ def slow_for_a_moment(folder: Folder) -> None:
         record["rank_seconds"] = {"slowest": 3, "seconds": 1.4, "median": 0.9}
 
 
+def slow_by_chance(folder: Folder) -> None:
+    for record in folder.records[-3:]:
+        record["rank_seconds"] = {"slowest": 3, "seconds": 1.4, "median": 0.9}
+
+
+def much_slower(folder: Folder) -> None:
+    for record in folder.records[-3:]:
+        record["rank_seconds"] = {"slowest": 3, "seconds": 5.4, "median": 0.9}
+
+
 def slow_host(folder: Folder) -> None:
-    for number, record in enumerate(folder.records[-4:]):
+    for number, record in enumerate(folder.records[-8:]):
         record["rank_seconds"] = {"slowest": 2 + number % 2, "seconds": 1.4, "median": 0.9}
 
 
@@ -411,6 +429,9 @@ CASES = {
     "a slow rank": (slow, {"slow-rank": "warning"}, 4),
     "ranks slow in turns": (slow_in_turns, {"healthy": "ok"}, 0),
     "a rank slow for a moment": (slow_for_a_moment, {"healthy": "ok"}, 0),
+    "a rank slow for half a minute": (slow_by_chance, {"healthy": "ok"}, 0),
+    "a rank much slower for half a minute": (much_slower, {"slow-rank": "warning"}, 4),
+    "all ranks slow on a shared machine": (shared_machine, {"healthy": "ok"}, 0),
     "a slow host": (slow_host, {"slow-rank": "warning"}, 4),
     "a full disk": (full_disk, {"disk-full": "wrong"}, 1),
     "a disk nearly full": (filling_disk, {"disk-full": "warning"}, 4),

@@ -14,9 +14,14 @@ from steelyard.observe.host_logs import is_number
 from steelyard.observe.rules import Verdict
 from steelyard.observe.run_state import RunState
 
-SLOWER, RECORDS_SLOW, SECONDS_SLOW = 1.25, 3, 15.0
+SLOWER, MUCH_SLOWER = 1.25, 2.0  # times
+RECORDS_SLOW = 3
+# For how long a rank must be slower, or much slower. On a shared machine, chance alone makes one a little slower for a
+# minute.
+SECONDS_SLOW, SECONDS_MUCH_SLOWER = 60.0, 15.0
 MINUTE = 60.0
 LONGER = 2.0  # times as long as before
+LONGER_ALL = 3.0  # if no rank is slower than its peers
 LONGEST = 1.25  # times as long as in the slowest quarter of the minutes before, which shows how much steps vary
 AGO = 10 * MINUTE  # compared with the time before, if the run is that old
 LEAST_MINUTES = 3
@@ -27,8 +32,8 @@ def slow_rank(state: RunState) -> Verdict | None:
     """Steps take longer than before, or a rank takes longer than its peers for the same work, or both."""
     if not state.is_live or not state.trained or (state.progressed or 0.0) < (state.began or 0.0):
         return None
-    rank, steps = _slow_rank(state), _slow_steps(state)
-    if rank is None and steps is None:
+    rank, (times, steps) = _slow_rank(state), _slow_steps(state)
+    if rank is None and times < LONGER_ALL:
         return None
     tools = "nvidia-smi -q -d PERFORMANCE, top, iostat"
     if rank is None:
@@ -41,24 +46,29 @@ def slow_rank(state: RunState) -> Verdict | None:
 
 
 def _slow_rank(state: RunState) -> str | None:
-    """Such as: rank 2 on b1 is 1.4 times slower than its peers. The same one in every record of a quarter minute."""
+    """Such as: rank 2 on b1 is 1.4 times slower than its peers. The same one in all records of a while."""
     begun = state.began or 0.0
     trained = [record for record in state.trained if _time(record) >= begun]
     records = [record for record in trained if isinstance(record.get("rank_seconds"), dict)]
-    newest = _time(state.trained[-1])
-    if not records or newest - _time(records[0]) < MINUTE:
+    if not records or _time(records[-1]) - _time(records[0]) < MINUTE:
         return None
-    recent = [record for record in records if newest - _time(record) <= SECONDS_SLOW]
-    records = recent if len(recent) > RECORDS_SLOW else records[-RECORDS_SLOW:]
-    lasted = _time(records[-1]) - _time(records[0])
-    reported = [record["rank_seconds"] for record in records]
-    if len(reported) < RECORDS_SLOW or lasted < SECONDS_SLOW / 2 or not all(_lags(each) for each in reported):
+    return _same(state, records, SLOWER, SECONDS_SLOW) or _same(state, records, MUCH_SLOWER, SECONDS_MUCH_SLOWER)
+
+
+def _same(state: RunState, records: list[dict[str, Any]], times: float, seconds: float) -> str | None:
+    """The rank or host that is slower by a factor in all records of the last seconds, in words."""
+    newest = _time(records[-1])
+    recent = [record for record in records if newest - _time(record) <= seconds]
+    recent = recent if len(recent) > RECORDS_SLOW else records[-RECORDS_SLOW:]
+    reported = [record["rank_seconds"] for record in recent]
+    lasted = _time(recent[-1]) - _time(recent[0])
+    if len(reported) < RECORDS_SLOW or lasted < seconds / 2 or not all(_lags(each, times) for each in reported):
         return None
     ranks = [each["slowest"] for each in reported]
     hosts = [state.host_of(rank) for rank in ranks]
-    rank, times = Counter(ranks).most_common(1)[0]
+    rank, count = Counter(ranks).most_common(1)[0]
     host, on_host = Counter(hosts).most_common(1)[0]
-    if times == len(reported):
+    if count == len(reported):
         who = f"rank {rank}" + (f" on {host}" if host else "")
     elif on_host == len(reported) and host and len(state.hosts) > 1:
         who = f"{host}"
@@ -78,26 +88,27 @@ def _peers(state: RunState) -> str:
     return "before" if is_number(world) and world == stages else "its peers"
 
 
-def _lags(reported: dict[str, Any]) -> bool:
+def _lags(reported: dict[str, Any], times: float) -> bool:
     seconds, usual = reported.get("seconds"), reported.get("median")
     if not isinstance(reported.get("slowest"), int):
         return False
-    return is_number(seconds) and is_number(usual) and usual > 0 and seconds / usual > SLOWER
+    return is_number(seconds) and is_number(usual) and usual > 0 and seconds / usual > times
 
 
-def _slow_steps(state: RunState) -> str | None:
-    """Such as: steps take 6.0 times as long as 10 minutes ago."""
+def _slow_steps(state: RunState) -> tuple[float, str]:
+    """How many times as long steps take, and in words: steps take 6.0 times as long as 10 minutes ago."""
     newest, now = _time(state.trained[-1]), state.step_times.last(MINUTE, RECORDS_SLOW)
-    ages = {newest - at: seconds for at, seconds in state.step_times.minutes(state.began or 0.0) if newest - at > MINUTE}
-    past = {age: seconds for age, seconds in ages.items() if age >= AGO}
+    ages = {newest - at: each for at, each in state.step_times.minutes(state.began or 0.0) if newest - at > MINUTE}
+    past = {age: each for age, each in ages.items() if age >= AGO}
     past = past if len(past) >= LEAST_MINUTES else ages
     if now is None or len(past) < LEAST_MINUTES:
-        return None
-    usual = median(past.values())
-    if now < LONGER * usual or now < LONGEST * quantiles(past.values(), n=4)[-1]:
-        return None
+        return 1.0, ""
+    for last, before in zip(now, zip(*past.values(), strict=True), strict=True):
+        if last < LONGER * median(before) or last < LONGEST * quantiles(before, n=4)[-1]:
+            return 1.0, ""
+    times = now.whole / median(each.whole for each in past.values())
     minutes = round((min(past) if past is not ages else median(past)) / MINUTE)
-    return f"steps take {now / usual:.1f} times as long as {minutes} minutes ago"
+    return times, f"steps take {times:.1f} times as long as {minutes} minutes ago"
 
 
 def _time(record: dict[str, Any]) -> float:
