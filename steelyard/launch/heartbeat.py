@@ -51,7 +51,7 @@ def beats(run: Path) -> dict[str, float]:
     """When each node was last alive, by the filesystem's clock."""
     found = {}
     with suppress(OSError):
-        for name in sorted(os.listdir(run / FOLDER / ALIVE)):
-            with suppress(OSError), open(run / FOLDER / ALIVE / name, "rb") as file:  # Opening refreshes NFS's cache.
-                found[name] = os.fstat(file.fileno()).st_mtime
+        for path in sorted((run / FOLDER / ALIVE).iterdir()):
+            with suppress(OSError), open(path, "rb") as file:  # Opening refreshes the cache of NFS.
+                found[path.name] = os.fstat(file.fileno()).st_mtime
     return found

@@ -21,8 +21,8 @@ translated when they are read.
      "elapsed": 12, "time_limit": 3600, "restarts": 0}
 
 A waiting job may have `hint`, `never`, true if it can never start as submitted, and `missing`, the nodes that it needs
-and that are not alive: {"partition": "a100", "needed": 2, "alive": 1, "down": ["b2 is down"]}. The scripts of a job are in the
-folder `launch/`. There, `jobs` repeats the ids, one per line, for the scripts. `command.json` has a command that
+and that are not alive: {"partition": "a100", "needed": 2, "alive": 1, "down": ["b2 is down"]}. The scripts of a job are
+in the folder `launch/`. There, `jobs` repeats the ids, one per line, for the scripts. `command.json` has a command that
 contains a secret; only its owner can read it.
 """
 

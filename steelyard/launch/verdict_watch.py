@@ -26,16 +26,27 @@ def notifying(run: Path) -> Iterator[None]:
         yield
         return
     command = [sys.executable, "-P", "-m", "steelyard", "watch", str(run), "--notify"]
-    quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
     with open(run / "logs" / "notify.log", "ab") as log:
-        child = subprocess.Popen([*command, "--follow"], **quiet, stderr=log, preexec_fn=die_with_parent())
+        child = subprocess.Popen(
+            [*command, "--follow"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=log,
+            preexec_fn=die_with_parent(),
+        )
         try:
             yield
         finally:
             child.kill()
             child.wait()
             with suppress(OSError, subprocess.SubprocessError):
-                subprocess.run([*command, "--once"], **quiet, stderr=log, timeout=SECONDS_TO_REPORT, check=False)
+                subprocess.run(
+                    [*command, "--once"],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=log,
+                    timeout=SECONDS_TO_REPORT,
+                )
 
 
 def _is_requested(run: Path) -> bool:

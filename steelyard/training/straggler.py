@@ -12,8 +12,8 @@ measurement depends on the device:
 The time that a rank waits for its data is added to both, and on a GPU the time for which its process was stopped. Ranks
 exchange these times only when a record is written. The median over the last minute counts, because a single step shows
 what the operating system did and not what the machine can do. On a CPU a record also has `core_wait`, the seconds per
-step in which any rank waited for a core: other processes then make all ranks slower. A rank is compared with the ranks of its pipeline stage,
-which do the same work; the only rank of a stage is compared with its own last ten minutes.
+step in which any rank waited for a core: other processes then make all ranks slower. A rank is compared with the ranks
+of its pipeline stage, which do the same work; the only rank of a stage is compared with its own last ten minutes.
 """
 
 from __future__ import annotations
