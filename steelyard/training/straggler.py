@@ -145,6 +145,7 @@ class History:
         self._last: deque[tuple[float, float, list[float]]] = deque()  # time, duration, seconds of all ranks
         self._past: deque[list[float]] = deque(maxlen=MINUTES)
         self._passed = float("-inf")
+        self._is_first = True
 
     def add(self, now: float, times: list[float], steps: int) -> tuple[list[float], list[float]]:
         """Add the seconds per step of all ranks. Returns each rank's median of a minute, and of ten minutes before."""
@@ -152,6 +153,9 @@ class History:
         self._steps += steps
         if now - self._since >= SECONDS_BETWEEN_TIMES:
             lasted = min(now - self._since, MINUTE / LEAST_TIMES) if self._last else SECONDS_BETWEEN_TIMES
+            if self._is_first and self._last:  # Its steps filled caches.
+                self._last.clear()
+                self._is_first = False
             self._last.append((now, lasted, [each / self._steps for each in self._sums]))
             self._sums, self._steps, self._since = [], 0, now
         while len(self._last) > LEAST_TIMES and now - self._last[0][0] > MINUTE:
