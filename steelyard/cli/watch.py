@@ -33,6 +33,9 @@ def watch(
             min=0.0, metavar="SECONDS", help="Report a hang after this time without a step; longer for slow steps."
         ),
     ] = 60.0,
+    notify: Annotated[
+        bool, typer.Option("--notify", help="Call log.on_verdict of the run's recipe when the verdict changes.")
+    ] = False,
     json: JsonOption = False,
 ) -> None:
     """Monitor a run: its state, its progress, problems, and what to do about them.
@@ -47,15 +50,15 @@ def watch(
 
     if once and follow:
         raise UserError("--once and --follow cannot be combined", hint="remove one of them")
-    path = find_runs.find(run, folder)
+    watching = page.Watching(find_runs.find(run, folder), every, patience, notify)
     if follow and not json:
-        raise typer.Exit(page.follow(path, every, patience))
+        raise typer.Exit(page.follow(watching))
     if follow:
-        *_, seen = deque(page.looks(path, every, patience), maxlen=1)
+        *_, seen = deque(page.looks(watching), maxlen=1)
         print_result(seen, json, "")
         raise typer.Exit(seen["exit_code"])
     if once or json or not sys.stdout.isatty():
-        seen = page.once(path, patience)
+        seen = page.once(watching)
         print_result(seen, json, page.plain(seen))
         raise typer.Exit(seen["exit_code"])
-    raise typer.Exit(page.live(path, every, patience))
+    raise typer.Exit(page.live(watching))

@@ -17,7 +17,7 @@ from typing import IO, Any
 
 from steelyard.core import secrets
 from steelyard.core.errors import UserError
-from steelyard.doctor.known_errors import OVER, Explained, explain_line
+from steelyard.observe.known_errors import OVER, Explained, explain_line
 
 BLOCK = 1 << 20
 WINDOW, OVERLAP = 4096, 512  # A longer line is examined in pieces.

@@ -20,8 +20,9 @@ translated when they are read.
     {"time": ISO, "job": "123", "state": "running", "reason": "", "nodes": "a[1-2]", "exit_code": null,
      "elapsed": 12, "time_limit": 3600, "restarts": 0}
 
-A waiting job may have `hint`, and `never`, true if it can never start as submitted. The scripts of a job are in the
-folder `launch/`. There, `jobs` repeats the ids, one per line, for the scripts. `command.json` has a command that
+A waiting job may have `hint`, `never`, true if it can never start as submitted, and `missing`, the nodes that it needs
+and that are not alive: {"partition": "a100", "needed": 2, "alive": 1, "down": ["b2 is down"]}. The scripts of a job are
+in the folder `launch/`. There, `jobs` repeats the ids, one per line, for the scripts. `command.json` has a command that
 contains a secret; only its owner can read it.
 """
 
@@ -209,7 +210,7 @@ def is_over(run: Path) -> bool:
 
 def _differs(before: Record | None, after: Record) -> bool:
     """Whether anything except the elapsed time changed."""
-    steady = ("state", "reason", "nodes", "exit_code", "time_limit", "restarts")
+    steady = ("state", "reason", "nodes", "exit_code", "time_limit", "restarts", "missing")
     return before is None or any(before.get(key) != after.get(key) for key in steady)
 
 

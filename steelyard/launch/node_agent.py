@@ -1,4 +1,4 @@
-"""The process that runs on each node of a job: starts the ranks, writes their logs, samples devices, forwards signals.
+"""The process that runs on each node of a job: starts ranks, writes logs, samples devices, forwards signals.
 
     python -m steelyard.launch.node_agent --backend slurm --run RUN --groups 1x4,7x8 --attempt 123.0 -- python ...
 
@@ -33,9 +33,11 @@ from steelyard.launch import backends, rendezvous_file, site_environment, torchr
 from steelyard.launch.backends import Place
 from steelyard.launch.error_file import ERROR_FILE
 from steelyard.launch.gpu_monitor import Sampler
+from steelyard.launch.heartbeat import Heartbeat
 from steelyard.launch.log_capture import LogFile, PipeReader
 from steelyard.launch.root_cause import RankExit, blame, only_noticed
 from steelyard.launch.spawn import SAME_REQUEST_SECONDS, Rank, signals, watch
+from steelyard.launch.verdict_watch import notifying
 from steelyard.parallel.rendezvous import MEETING
 
 
@@ -111,6 +113,9 @@ def main(arguments: Sequence[str]) -> int:
             if not options.one_rank or place.local_rank == 0:
                 own = [rank.process.pid for rank in ranks]
                 stack.enter_context(Sampler(run, _local_ranks if options.one_rank else lambda: own, host))
+                stack.enter_context(Heartbeat(run, host))
+            if ranks[0].rank == 0:
+                stack.enter_context(notifying(run))
             hung = watch(list(ranks), stop_signals, failed)
             return _end(options, run, ranks, hung, bool(stop_signals), logs[1])
     except SteelyardError as error:

@@ -2,7 +2,8 @@
 
 Libraries print warnings, notes and the names of error classes to standard error in healthy runs. A line counts if it
 matches an error format of Python, CUDA, NCCL, MPI, Slurm, a shell or the kernel, and is not marked as a warning or
-less. In a traceback, the line that names the exception counts, not the header.
+less. In a traceback, the line that names the exception counts, not the header. Indented lines after an error belong to
+it: hints, differences between recipes, keys of a checkpoint.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ _LESS = re.compile(
 _RANK = re.compile(r"^(?:\[(?:rank)?\d+(?:,\d+)?\](?:<std\w+>)?:?\s?|\d+:\s)+")
 _ANNOUNCED = "Traceback (most recent call last)"
 LONGEST, KEPT = 500, 500
+MOST_LINES = 12  # of one error
 
 
 class Complaints:
@@ -57,6 +59,8 @@ class Complaints:
         """File offset at which the last scan ended."""
         self._in_ignored = False
         self._is_announced = False
+        self._continues = 0
+        """How many more lines may belong to the last error."""
 
     @property
     def found(self) -> list[tuple[int, str]]:
@@ -68,13 +72,17 @@ class Complaints:
         at, self.looked = 0, begins + len(chunk)
         for start, end in _suspects(chunk):
             # Lines after a traceback header belong to it, whether they contain a sign or not.
-            while (self._is_announced or self._in_ignored) and at < start:
+            while self._is_inside and at < start:
                 at = self._consider_line(chunk, at, begins)
             if start >= at:
                 self._consider(clean(chunk[start:end]), begins + start)
                 at = end + 1
-        while (self._is_announced or self._in_ignored) and at < len(chunk):
+        while self._is_inside and at < len(chunk):
             at = self._consider_line(chunk, at, begins)
+
+    @property
+    def _is_inside(self) -> bool:
+        return self._is_announced or self._in_ignored or self._continues > 0
 
     def _consider_line(self, chunk: bytes, at: int, begins: int) -> int:
         end = chunk.find(b"\n", at)
@@ -84,7 +92,7 @@ class Complaints:
 
     def begin_anew(self) -> None:
         """Reset the traceback state: the next chunk is from another part of the file."""
-        self._in_ignored = self._is_announced = False
+        self._in_ignored, self._is_announced, self._continues = False, False, 0
 
     def forget(self) -> None:
         """Reset everything: the file was replaced."""
@@ -92,6 +100,12 @@ class Complaints:
 
     def _consider(self, line: str, place: int) -> None:
         text = _RANK.sub("", line)
+        if self._continues > 0:
+            self._continues -= 1
+            if text[:1].isspace() and text.strip() and not is_error(line.strip()):
+                self._extend(text)
+                return
+            self._continues = 0
         if text.startswith("Exception ignored"):
             self._in_ignored = True
             return
@@ -113,7 +127,14 @@ class Complaints:
     def _keep(self, place: int, text: str) -> None:
         """Keep the first and the last errors. The first are causes, the last may be from a later attempt."""
         self.count += 1
+        self._continues = MOST_LINES - 1
         (self._first if len(self._first) < KEPT else self._last).append((place, text[:LONGEST]))
+
+    def _extend(self, text: str) -> None:
+        """Add a line to the last error."""
+        errors = self._last or self._first
+        place, before = errors[-1]
+        errors[-1] = place, f"{before}\n{text.rstrip()[:LONGEST]}"
 
 
 def _suspects(chunk: bytes) -> list[tuple[int, int]]:

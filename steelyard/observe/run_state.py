@@ -18,11 +18,12 @@ from typing import Any
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe, load_recipe
 from steelyard.core.run import LOCK, MANIFEST, METRICS, RECIPE
-from steelyard.launch import backends
+from steelyard.launch import backends, heartbeat
 from steelyard.launch.backends import ENDED, WAITING, JobState
 from steelyard.observe.error_scan import Complaints
 from steelyard.observe.host_logs import GpuSamples, HostLog, is_number
 from steelyard.observe.run_files import listed
+from steelyard.observe.step_times import StepTimes
 from steelyard.observe.tail import Small, Tail, records
 
 LAUNCH, SCHEDULER, HOSTS, LOGS = "launch.json", "scheduler.jsonl", "hosts", "logs"
@@ -49,6 +50,7 @@ class RunState:
         self.unwritten: list[dict[str, Any]] = []
         """Scheduler records that could not be written to the folder."""
         self.metrics: deque[dict[str, Any]] = deque(maxlen=KEPT_RECORDS)
+        self.step_times = StepTimes()
         self.hosts: dict[str, dict[str, Any]] = {}
         self.out: dict[str, HostLog] = {}
         self.err: dict[str, HostLog] = {}
@@ -57,6 +59,8 @@ class RunState:
         """The recipe that the ranks read."""
         self.submitted: Recipe | None = None
         """The recipe that was submitted, if the run was submitted."""
+        self.beats: dict[str, float] = {}
+        """When the node agent of each host was last alive, unless it has ended (`launch/heartbeat.py`)."""
         self.is_held = False
         self.disk: tuple[int, int] | None = None
         self._manifest, self._launch = Small(path / MANIFEST), Small(path / LAUNCH)
@@ -73,13 +77,17 @@ class RunState:
         lines, is_new = self._metrics.lines()
         if is_new:
             self.metrics.clear()
-        self.metrics.extend(record for record in records(lines) if isinstance(record.get("step"), int))
+            self.step_times = StepTimes()
+        new = [record for record in records(lines) if isinstance(record.get("step"), int)]
+        self.metrics.extend(new)
+        self.step_times.add(new)
         lines, is_new = self._scheduler.lines()
         if is_new:
             self.scheduler.clear()
         self.scheduler.extend(backends.neutral(record) for record in records(lines))
         self._refresh_hosts()
         self._refresh_logs()
+        self.beats = heartbeat.beats(self.path)
         self.is_held = is_held(self.path / LOCK)
         try:
             usage = shutil.disk_usage(self.path)
@@ -139,17 +147,25 @@ class RunState:
         return bool(states & WAITING) and states <= WAITING | ENDED
 
     @property
+    def job_started(self) -> float | None:
+        """When the job last started, as far as the scheduler was polled."""
+        running = [record for record in self.scheduler if record.get("state") == JobState.RUNNING]
+        at = seconds_of(running[-1].get("time")) if running else None
+        return None if at is None else at - (span_of(running[-1].get("elapsed")) or 0.0)
+
+    @property
     def began(self) -> float | None:
         """When the ranks of this attempt met; before that, when the job last started, or else the run."""
         clocks: list[float] = [host["clock"] for host in self.hosts.values() if is_number(host.get("clock"))]
-        running = [record for record in self.scheduler if record.get("state") == JobState.RUNNING]
-        starts = [
-            at - (span_of(record.get("elapsed")) or 0.0)
-            for record in running[-1:]
-            if (at := seconds_of(record.get("time"))) is not None
-        ]
-        known = [*starts, *([median_low(clocks)] if clocks else [])]
+        started = self.job_started
+        known = [*([] if started is None else [started]), *([median_low(clocks)] if clocks else [])]
         return max(known) if known else seconds_of(self.manifest.get("started"))
+
+    @property
+    def has_met(self) -> bool:
+        """Whether the ranks of this attempt have met: the files of an earlier one stay until then."""
+        clocks = [host["clock"] for host in self.hosts.values() if is_number(host.get("clock"))]
+        return bool(clocks) and max(clocks) >= (self.job_started or 0.0)
 
     @property
     def progressed(self) -> float | None:

@@ -17,7 +17,7 @@ from steelyard.observe.rules.machine_rules import requested
 from steelyard.observe.run_state import RunState
 from steelyard.observe.verdict import exit_code, has_ended, judge, seconds_left
 
-SHOWN_LINES, SHOWN_POINTS, LONGEST_LINE = 6, 200, 2000
+SHOWN_LINES, SHOWN_POINTS, LONGEST_LINE, SHOWN_MESSAGE = 6, 200, 2000, 16
 SPEED = (
     "loss", "grad_norm", "learning_rate", "tokens_per_second", "seconds", "tflops", "mfu", "peak_memory", "tokens",
     "expert_load", "experts_dropped", "router_entropy",
@@ -73,7 +73,7 @@ def _state(state: RunState) -> str:
 
 def told_of(verdict: Verdict, state: RunState) -> dict[str, str]:
     """The verdict with `RUN` replaced by the run's path, quoted for a shell, so that commands can be copied."""
-    shown = {key: _text(value) for key, value in asdict(verdict).items()}
+    shown = {key: "\n".join(map(_text, value.split("\n")[:SHOWN_MESSAGE])) for key, value in asdict(verdict).items()}
     return shown | {"what_to_do": shown["what_to_do"].replace(" RUN", f" {shlex.quote(_text(str(state.path)))}")}
 
 

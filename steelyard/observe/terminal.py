@@ -10,10 +10,12 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from steelyard.core import units
+from steelyard.observe.notify import Notifier
 from steelyard.observe.run_state import PATIENCE, RunState, span_of
 from steelyard.observe.run_view import view
 from steelyard.observe.scheduler_poll import Asking
@@ -25,26 +27,38 @@ MOST_HOSTS = 16
 INDENT = 9  # of a verdict's message, after its level
 
 
-def once(path: Path, patience: float = PATIENCE) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Watching:
+    """What to watch, and how."""
+
+    path: Path
+    seconds: float = 2.0
+    patience: float = PATIENCE
+    notifies: bool = False
+    """Whether to call `log.on_verdict`."""
+
+
+def once(watching: Watching) -> dict[str, Any]:
     """Poll the scheduler, and return the view of a run."""
-    state = RunState(path, patience)
-    Asking(path).ask(state)
-    return view(state.refresh())
+    return next(looks(watching))
 
 
-def looks(path: Path, seconds: float, patience: float = PATIENCE) -> Iterator[dict[str, Any]]:
-    """Yield the view of a run every `seconds` until it has ended."""
-    state, asking = RunState(path, patience), Asking(path)
+def looks(watching: Watching) -> Iterator[dict[str, Any]]:
+    """Yield the view of a run every few seconds until it has ended."""
+    path, seconds = watching.path, watching.seconds
+    state, asking, notifier = RunState(path, watching.patience), Asking(path), Notifier(path)
     while True:
         asking.ask(state)
         seen = view(state.refresh())
+        if watching.notifies:
+            notifier.notify(state.recipe or state.submitted, seen)
         yield seen
         if seen["ended"]:
             return
         time.sleep(seconds)
 
 
-def live(path: Path, seconds: float, patience: float = PATIENCE) -> int:
+def live(watching: Watching) -> int:
     """Show the page on a terminal until the run has ended. Returns the exit code."""
     from rich.console import Console, Group
     from rich.live import Live
@@ -53,7 +67,7 @@ def live(path: Path, seconds: float, patience: float = PATIENCE) -> int:
     console = Console()
     seen: dict[str, Any] = {}
     with Live(console=console, auto_refresh=False, vertical_overflow="crop", redirect_stderr=False) as page:
-        for seen in looks(path, seconds, patience):
+        for seen in looks(watching):
             room = max(10, console.height - 1)
             shown = fitted(rendered(seen), console.width)
             lines = [Text(line, style=style, no_wrap=True, overflow="ellipsis") for line, style in shown]
@@ -61,19 +75,19 @@ def live(path: Path, seconds: float, patience: float = PATIENCE) -> int:
     return int(seen["exit_code"])
 
 
-def follow(path: Path, seconds: float, patience: float = PATIENCE) -> int:
+def follow(watching: Watching) -> int:
     """Print a line when the verdict changes, and the progress regularly, until the run has ended."""
     shown: list[dict[str, str]] = []
     last_line = -SECONDS_BETWEEN_LINES
     seen: dict[str, Any] = {}
-    for seen in looks(path, seconds, patience):
+    for seen in looks(watching):
         kinds = [verdict for verdict in seen["verdicts"] if (verdict["kind"], verdict["level"]) not in _kinds(shown)]
         now = time.monotonic()
         if kinds or now - last_line >= SECONDS_BETWEEN_LINES:
             last_line = now
             print_line(f"{time.strftime('%H:%M:%S')}  {progress_line(seen)}")
         for verdict in kinds:
-            print_line(f"  {verdict['level']}: {verdict['message']}\n    {verdict['what_to_do']}")
+            print_line(textwrap.indent(f"{verdict['level']}: {verdict['message']}\n  {verdict['what_to_do']}", "  "))
         shown = seen["verdicts"]
     return int(seen["exit_code"])
 
@@ -97,7 +111,9 @@ def rendered(seen: dict[str, Any]) -> list[tuple[str, str]]:
     """The lines of the page with their styles, most important first: a small terminal shows only the top."""
     lines = [(f"{seen['name']}  {seen['state']}  {seen['path']}", "bold")]
     for verdict in seen["verdicts"]:
-        lines.append((f"{verdict['level'].upper():{INDENT - 1}} {verdict['message']}", COLOURS[verdict["level"]]))
+        first, *more = verdict["message"].split("\n")
+        lines.append((f"{verdict['level'].upper():{INDENT - 1}} {first}", COLOURS[verdict["level"]]))
+        lines += [(f"{'':{INDENT}}{line}", COLOURS[verdict["level"]]) for line in more]
         if verdict["what_to_do"] != "nothing":
             lines.append((f"{'':{INDENT}}{verdict['what_to_do']}", "dim"))
     lines.append(("", ""))

@@ -9,24 +9,33 @@ from collections.abc import Callable
 
 from steelyard.core import units
 from steelyard.observe.host_logs import is_number
-from steelyard.observe.rules import LEVELS, Level, Verdict, exit_rules, machine_rules, progress_rules
+from steelyard.observe.rules import (
+    LEVELS,
+    Level,
+    Verdict,
+    exit_rules,
+    machine_rules,
+    node_rules,
+    progress_rules,
+    speed_rules,
+)
 from steelyard.observe.run_state import RunState
 
 Rule = Callable[[RunState], Verdict | None]
 # The order of verdicts with the same level: causes before consequences.
 RULES: tuple[Rule, ...] = (
+    node_rules.lost_node,
     progress_rules.errors,
     machine_rules.disk_nearly_full,
     machine_rules.other_configuration,
     progress_rules.loss_not_finite,
     exit_rules.scheduler_ended,
     exit_rules.run_ended,
-    machine_rules.silent_host,
     machine_rules.frozen,
     machine_rules.nobody_on_device,
     progress_rules.no_progress,
     progress_rules.loss_spike,
-    machine_rules.slow_rank,
+    speed_rules.slow_rank,
     machine_rules.hot_device,
     machine_rules.versions_differ,
     machine_rules.clocks_differ,

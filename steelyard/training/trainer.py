@@ -39,6 +39,7 @@ from steelyard.training.straggler import StepTimer
 from steelyard.training.throughput import Speed
 from steelyard.training.train_state import TrainState
 from steelyard.training.validation_loss import validation_loss
+from steelyard.training.watchdog import Watchdog
 
 STEPS_BEFORE_MEMORY_REPORT = 2
 TIMELINE = "timeline"
@@ -119,7 +120,7 @@ class Trainer:
         self.saver = checkpoint.Saver(folder.checkpoints, recipe.checkpoint.keep_last, recipe.checkpoint.background)
         self.recorder = Recorder(recipe, folder, writes=world.is_rank0)
         self.speed = Speed(recipe, device, world.size)
-        self.step_timer = StepTimer(self.mesh, device)
+        self.step_timer = StepTimer(self.mesh, device, Watchdog(folder.path, world.rank, is_on=world.size > 1))
         traces, timers = folder.path / PROFILE, self.engine.timeline
         self.profiler = Profiler(recipe.log, traces, device, world.rank, timers, self.recorder.paused)
         self._start_or_resume(start_from)
@@ -143,7 +144,7 @@ class Trainer:
         bar = console.progress("train", total, "tokens", done=counters.tokens, lines=False)
         self.speed.begin(counters.tokens)
         report_memory_at = counters.step + STEPS_BEFORE_MEMORY_REPORT
-        with bar as progress, self.recorder, batches:
+        with bar as progress, self.recorder, batches, self.step_timer.watchdog:
             if self.validates_first and not self._validate(stop):
                 return self._stopped(stop.agreed_by_clock)
             while counters.step < train.steps:
@@ -184,7 +185,7 @@ class Trainer:
         with self.step_timer.time_data():
             rows = next(batches)
         self.extension.begin_step(step, batch, self.train_state.loss_scale.scale)
-        with self.step_timer.time_step():
+        with self.step_timer.time_step(step):
             outcome = self.engine.step(rows.rows, rows.first, rate, rows.labels, self.train_state.loss_scale.scale)
         if is_timed:
             timeline.end(step, self.folder.path / TIMELINE, self.world.rank)

@@ -99,6 +99,7 @@ def _completion(tune: Tune, overrides: list[str], is_trial: bool) -> Callable[[A
             train["steps"] = tune.trial.steps
         if isinstance(log, dict):
             log.pop("wandb", None)
+            log.pop("on_verdict", None)
             log |= {"report": False, "tensorboard": False}
             steps = train.get("steps") if isinstance(train, dict) else None
             if "log.every" not in given and isinstance(steps, int):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from optuna.study import Study
     from optuna.trial import FrozenTrial
 
-FEWEST = 4  # finished trials needed for importances
+FEWEST = 10  # finished trials needed for importances: fewer say more about chance than about a setting
 SCRIPTS = (*charts.SCRIPTS, "coordinates.js")
 BEST = 2  # index of its colour
 
@@ -32,6 +32,9 @@ def all_of(tune: Tune, study: Study, trials: Sequence[FrozenTrial]) -> list[str]
             break
         drawn.append((f"History of {objective.label}", _history(objective, index, trials)))
         importances = _importances(study, index) if len(done) >= FEWEST else {}
+        if len(done) < FEWEST:
+            few = f"<p>Needs {FEWEST} finished trials; {len(done)} {'has' if len(done) == 1 else 'have'} finished.</p>"
+            drawn.append((f"Importance for {objective.label}", few))
         if importances:
             drawn.append((f"Importance for {objective.label}", _shares(importances)))
         drawn.append((f"Parallel coordinates, {objective.label}", _coordinates(tune, objective, index, done)))

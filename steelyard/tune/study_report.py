@@ -12,6 +12,7 @@ from steelyard.core import files, secrets, units
 from steelyard.core.pages import page
 from steelyard.tune import candidate, outcome, storage, study_charts, study_folder, trial_history
 from steelyard.tune.best import front, tied, ties
+from steelyard.tune.objective import Objective
 from steelyard.tune.spec import Tune
 
 if TYPE_CHECKING:
@@ -71,7 +72,9 @@ def _best(tune: Tune, best: Sequence[FrozenTrial], trials: Sequence[FrozenTrial]
 
 
 def _trials(tune: Tune, trials: Sequence[FrozenTrial]) -> str:
-    head = ["trial", *tune.space, *(each.label for each in tune.objectives), "outcome", "seconds", "reason"]
+    foreseen = [each for each in tune.objectives if any(_predicted(trial, each) is not None for trial in trials)]
+    objectives = [name for each in tune.objectives for name in (each.label, *_compared_names(each, foreseen))]
+    head = ["trial", *tune.space, *objectives, "outcome", "seconds", "reason"]
     rows = []
     unlisted = 0
     for trial in trials:
@@ -82,7 +85,7 @@ def _trials(tune: Tune, trials: Sequence[FrozenTrial]) -> str:
         cells = [
             trial.number,
             *(trial.params.get(name, "") for name in tune.space),
-            *values,
+            *(cell for pair in zip(tune.objectives, values, strict=True) for cell in _measured(trial, *pair, foreseen)),
             trial_history.result_of(trial).replace("_", " "),
             trial_history.reported(trial, "seconds", ""),
             trial_history.reported(trial, "reason", ""),
@@ -92,6 +95,24 @@ def _trials(tune: Tune, trials: Sequence[FrozenTrial]) -> str:
         f"<p>{unlisted} proposals are not listed: they repeat a point or violate a constraint.</p>" if unlisted else ""
     )
     return f"<div class='scroll'>{page.table(rows, head)}</div>{remark}"
+
+
+def _predicted(trial: FrozenTrial, objective: Objective) -> float | None:
+    """The planner's prediction of an objective, made before the trial ran."""
+    return (trial.user_attrs.get("predicted") or {}).get(objective.metric)
+
+
+def _compared_names(objective: Objective, foreseen: list[Objective]) -> list[str]:
+    return [f"predicted {objective.label}", "measured / predicted"] if objective in foreseen else []
+
+
+def _measured(trial: FrozenTrial, objective: Objective, value: Any, foreseen: list[Objective]) -> list[Any]:
+    """The cells of an objective: measured and, if the planner predicts it, predicted and their ratio."""
+    if objective not in foreseen:
+        return [value]
+    predicted = _predicted(trial, objective)
+    ratio = f"{value / predicted:.2f}" if predicted and isinstance(value, int | float) else None
+    return [value, predicted, ratio]
 
 
 def _cell(value: Any) -> str:

@@ -177,8 +177,13 @@ class Yard:
 
     def verdicts(self, run: Path, code: int, on_host: str | None = None) -> set[str]:
         """The kinds of what watch says of a run, which must exit with a code."""
+        return {verdict["kind"] for verdict in self.watched(run, code, on_host)}
+
+    def watched(self, run: Path, code: int, on_host: str | None = None) -> list[dict[str, str]]:
+        """The verdicts of watch, which must exit with a code."""
         said = self.steelyard("watch", str(run), "--json", on_host=on_host, code=code).stdout
-        return {verdict["kind"] for verdict in json.loads(said)["verdicts"]}
+        verdicts: list[dict[str, str]] = json.loads(said)["verdicts"]
+        return verdicts
 
     def until_pending(self, run: Path, seconds: float = 400) -> list[str]:
         """Wait until all jobs of a run, and all their parts, are in the queue; returns the jobs."""

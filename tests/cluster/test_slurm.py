@@ -48,7 +48,10 @@ def test_a_lost_node_costs_no_step(yard: Yard, undisturbed: Path, undisturbed_mi
         yard.lab.power_off("a2")
     try:
         yard.until_state(run, "queued", seconds=600)
-        assert yard.verdicts(run, 3) == {"requeued"}
+        (verdict,) = yard.watched(run, 1)
+        assert verdict["kind"] == "cannot-start"
+        assert "needs 2 nodes of partition a10, 1 is alive (a2 is down)" in verdict["message"]
+        assert "a2 does not answer since" in verdict["message"]
         yard.until_pending(pair)
     finally:
         yard.lab.power_on("a2")

@@ -9,7 +9,7 @@ import pytest
 
 from steelyard.core.errors import UserError
 from steelyard.doctor import explain
-from steelyard.doctor.known_errors import KNOWN, explain_line
+from steelyard.observe.known_errors import KNOWN, explain_line
 
 # Messages as people meet them, and the entry that must answer each; True: it may be ignored.
 MESSAGES = [

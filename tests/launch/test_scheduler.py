@@ -35,11 +35,11 @@ def launched(run: Path, **changes) -> Path:
 def test_squeue_is_read_by_its_columns():
     running = queue_line(
         jobarrayid="7", state="RUNNING", restartcnt="1", timeused="1-02:03:04", timelimit="UNLIMITED", exit_code="0",
-        reason="None", nodelist="a[1-2]",
+        reason="None", nodelist="a[1-2]", partition="a10", numnodes="2",
     )  # fmt: skip
     assert slurm_queue.queued(running) == [
         {"job": "7", "state": "running", "reason": "", "nodes": "a[1-2]", "exit_code": None, "elapsed": 93784,
-         "time_limit": None, "restarts": 1},
+         "time_limit": None, "restarts": 1, "partition": "a10", "needed": 2},
     ]  # fmt: skip
     old = "\n".join(
         queue_line(jobarrayid=str(7 + part), hetjoboffset=str(part), state="PENDING", reason="Priority")

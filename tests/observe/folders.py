@@ -51,6 +51,8 @@ class Folder:
         self.logs: dict[str, str] = {"n0.out": "step 300/1000\n", "n0.err": "", "n1.err": ""}
         self.behind: dict[str, float] = {}
         """Hosts whose clocks are so many seconds behind."""
+        self.beats: dict[str, float] = {}
+        """Last heartbeats of the hosts."""
         self.samples = {host: [self.sample(now - 5 * ago) for ago in range(30, -1, -1)] for host in self.hosts}
 
     def job(self, state: str, at: float | None = None, **fields: Any) -> dict[str, Any]:
@@ -88,6 +90,10 @@ class Folder:
         for name, text in self.logs.items():
             (self.path / "logs" / name).write_text(text)
             os.utime(self.path / "logs" / name, (self.errors_at, self.errors_at))
+        for host, at in self.beats.items():
+            (self.path / "launch" / "alive").mkdir(parents=True, exist_ok=True)
+            (self.path / "launch" / "alive" / host).touch()
+            os.utime(self.path / "launch" / "alive" / host, (at, at))
         for host, samples in self.samples.items():
             self._lines(f"logs/{host}.gpu", samples)
             came = samples[-1]["time"] + self.behind.get(host, 0.0) if samples else self.now

@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from steelyard.core import files
 from steelyard.observe import scheduler_poll
+from steelyard.observe.known_errors import explain_line
 from steelyard.observe.run_state import RunState
 from steelyard.observe.run_view import view
 from steelyard.observe.scheduler_poll import Asking
@@ -206,6 +208,67 @@ def nobody_yet(folder: Folder) -> None:
 
 def powered_off(folder: Folder) -> None:
     folder.samples["n1"] = [folder.sample(NOW - 120 - 5 * ago) for ago in range(10, -1, -1)]
+    older(folder, 40)
+
+
+def lost_node(folder: Folder) -> None:
+    folder.beats = {"n0": NOW - 1, "n1": NOW - 11}
+    folder.logs["n0.err"] = "error: rank 0: lost another rank: Connection closed by peer\n"
+    older(folder, 5)
+
+
+def validated_first(folder: Folder) -> None:
+    folder.records = [{"step": 0, "valid_loss": 8.0, "time": NOW - 5}]
+
+
+def late_heartbeat(folder: Folder) -> None:
+    """A record, which needs all ranks, is younger than the heartbeat."""
+    folder.beats = {"n0": NOW - 1, "n1": NOW - 25}
+
+
+def ended_in_order(folder: Folder) -> None:
+    """The agent of n1 has removed its file."""
+    folder.beats = {"n0": NOW - 1}
+
+
+def too_few_nodes(folder: Folder) -> None:
+    waiting("Resources")(folder)
+    folder.launch |= {"partitions": ["a10", "gpu"], "placement": ["a10:1", "a100:2"]}
+    folder.jobs[0]["missing"] = {"partition": "gpu", "needed": 2, "alive": 1, "down": ["n1 is down"]}
+
+
+def slow_steps(folder: Folder) -> None:
+    """For 20 minutes steps took 1 s, and since a minute 6 s."""
+    folder.records = [folder.record(step, time=NOW - 1270 + 10 * (step / 10)) for step in range(10, 1210, 10)]
+    for ago, record in enumerate(reversed(folder.records)):
+        record |= {"time": NOW - 10 * (ago + 1), "seconds": 6.0 if ago < 7 else 1.0}
+
+
+def shared_machine(folder: Folder) -> None:
+    """All ranks take six times as long: they wait for cores that other processes use."""
+    slow_steps(folder)
+    for record in folder.records:
+        waited = 5.2 if record["seconds"] == 6.0 else 0.1
+        record["rank_seconds"] = {"slowest": 0, "seconds": 1.0, "median": 1.0, "core_wait": waited}
+
+
+def uneven_steps(folder: Folder) -> None:
+    """A shared machine: every third minute takes as long as the last one."""
+    slow_steps(folder)
+    for number, record in enumerate(folder.records):
+        record["seconds"] = 6.0 if number // 6 % 3 == 0 or number > 112 else 1.0
+
+
+def briefly_slow_steps(folder: Folder) -> None:
+    slow_steps(folder)
+    for record in folder.records[:-2]:
+        record["seconds"] = 1.0
+
+
+def larger_batch(folder: Folder) -> None:
+    slow_steps(folder)
+    for record in folder.records:
+        record["global_batch"] = 24 if record["seconds"] == 6.0 else 4
 
 
 def other_layout(folder: Folder) -> None:
@@ -219,7 +282,7 @@ def fewer_ranks(folder: Folder) -> None:
 
 
 def slow(folder: Folder) -> None:
-    for record in folder.records[-4:]:
+    for record in folder.records[-8:]:
         record["rank_seconds"] = {"slowest": 3, "seconds": 1.4, "median": 0.9}
 
 
@@ -235,8 +298,18 @@ def slow_for_a_moment(folder: Folder) -> None:
         record["rank_seconds"] = {"slowest": 3, "seconds": 1.4, "median": 0.9}
 
 
+def slow_by_chance(folder: Folder) -> None:
+    for record in folder.records[-3:]:
+        record["rank_seconds"] = {"slowest": 3, "seconds": 1.4, "median": 0.9}
+
+
+def much_slower(folder: Folder) -> None:
+    for record in folder.records[-3:]:
+        record["rank_seconds"] = {"slowest": 3, "seconds": 5.4, "median": 0.9}
+
+
 def slow_host(folder: Folder) -> None:
-    for number, record in enumerate(folder.records[-4:]):
+    for number, record in enumerate(folder.records[-8:]):
         record["rank_seconds"] = {"slowest": 2 + number % 2, "seconds": 1.4, "median": 0.9}
 
 
@@ -322,11 +395,11 @@ CASES = {
     "another command than train": (another_command, {"healthy": "ok"}, 0),
     "starting, no process yet": (nobody_yet, {"starting": "waiting"}, 3),
     "compiling the first step": (compiling, {"starting": "waiting"}, 3),
-    "compiling again after a restart": (resuming, {"healthy": "ok"}, 0),
+    "compiling again after a restart": (resuming, {"starting": "waiting"}, 3),
     "wedged": (wedged, {"no-progress": "wrong"}, 1),
     "wedged, after a nap": (wedged_after_a_nap, {"no-progress": "wrong"}, 1),
-    "wedged while it starts again": (wedged_at_a_restart, {"no-progress": "wrong"}, 1),
-    "started again, no process yet": (restarted_and_importing, {"healthy": "ok"}, 0),
+    "wedged while it starts again": (wedged_at_a_restart, {"no-progress": "wrong", "starting": "waiting"}, 1),
+    "started again, no process yet": (restarted_and_importing, {"starting": "waiting"}, 3),
     "saving a checkpoint": (saving, {"healthy": "ok"}, 0),
     "in a long validation, like those before": (validating_slowly, {"healthy": "ok"}, 0),
     "warnings on stderr": (warnings_on_stderr, {"healthy": "ok"}, 0),
@@ -341,12 +414,24 @@ CASES = {
     "nobody on a GPU": (nobody, {"no-process": "wrong"}, 1),
     "processes hidden by a container": (hidden_by_a_container, {"healthy": "ok"}, 0),
     "a GPU nobody uses": (one_gpu_unused, {"idle-gpus": "warning"}, 4),
-    "a host powered off": (powered_off, {"silent-host": "wrong"}, 1),
+    "a host powered off": (powered_off, {"lost-node": "wrong"}, 1),
+    "validated before the first step": (validated_first, {"healthy": "ok"}, 0),
+    "a node without power": (lost_node, {"lost-node": "wrong"}, 1),
+    "a node whose heartbeat is late": (late_heartbeat, {"healthy": "ok"}, 0),
+    "a node that ended in order": (ended_in_order, {"healthy": "ok"}, 0),
+    "too few nodes are alive": (too_few_nodes, {"cannot-start": "wrong"}, 1),
+    "steps became slow": (slow_steps, {"slow-steps": "warning"}, 4),
+    "steps were always uneven": (uneven_steps, {"healthy": "ok"}, 0),
+    "slow for less than a minute": (briefly_slow_steps, {"healthy": "ok"}, 0),
+    "a larger batch": (larger_batch, {"healthy": "ok"}, 0),
     "other layout": (other_layout, {"other-configuration": "wrong"}, 1),
     "fewer ranks": (fewer_ranks, {"other-configuration": "wrong"}, 1),
     "a slow rank": (slow, {"slow-rank": "warning"}, 4),
     "ranks slow in turns": (slow_in_turns, {"healthy": "ok"}, 0),
     "a rank slow for a moment": (slow_for_a_moment, {"healthy": "ok"}, 0),
+    "a rank slow for half a minute": (slow_by_chance, {"healthy": "ok"}, 0),
+    "a rank much slower for half a minute": (much_slower, {"slow-rank": "warning"}, 4),
+    "all ranks slow on a shared machine": (shared_machine, {"healthy": "ok"}, 0),
     "a slow host": (slow_host, {"slow-rank": "warning"}, 4),
     "a full disk": (full_disk, {"disk-full": "wrong"}, 1),
     "a disk nearly full": (filling_disk, {"disk-full": "warning"}, 4),
@@ -383,13 +468,64 @@ def test_a_stopped_process_is_named_by_its_rank_and_how_to_let_it_go_on(folder: 
     assert verdicts(folder) == {"healthy": "ok"}
 
 
+def test_a_lost_node_is_named_with_the_time_since_when_it_is_lost(folder: Folder):
+    lost_node(folder)
+    at = time.strftime("%H:%M:%S", time.localtime(NOW - 11))
+    (verdict,) = judge(folder.state())
+    assert verdict.message == f"n1 does not answer since {at}"
+    folder.jobs += [folder.job("NODE_FAIL"), folder.job("PENDING", reason="BeginTime", restarts=1)]
+    (verdict,) = judge(folder.state())
+    assert verdict.kind == "requeued"
+    assert verdict.message.endswith(f"after 1 restart; n1 does not answer since {at}")
+    folder.jobs.pop()
+    messages = {each.kind: each.message for each in judge(folder.state())}
+    assert messages["node-failed"].startswith(f"job 77 lost a node: n1 does not answer since {at}")
+
+
+def test_a_lost_node_of_an_earlier_attempt_is_not_lost_now(folder: Folder):
+    lost_node(folder)
+    folder.logs["n0.err"] = ""
+    folder.jobs += [folder.job("PENDING", reason="BeginTime", restarts=1), folder.job("RUNNING", at=NOW - 2)]
+    folder.beats |= {"n0": NOW - 1, "n2": NOW - 1}
+    (verdict,) = judge(folder.state())
+    assert verdict.message == "has been starting again for 0:02; no rank has reported yet"
+
+
+def test_a_node_that_srun_names_is_lost(folder: Folder):
+    folder.logs["n0.err"] = "srun: error: Node failure on n1\n"
+    verdict = judge(folder.state())[0]
+    assert (verdict.kind, verdict.message[:18]) == ("lost-node", "n1 does not answer")
+
+
+def test_a_job_that_cannot_start_says_what_it_needs(folder: Folder):
+    too_few_nodes(folder)
+    (verdict,) = judge(folder.state())
+    assert verdict.message == "job 77 cannot start: needs 2 nodes of type a100, 1 is alive (n1 is down)"
+    folder.launch["placement"] = []
+    (verdict,) = judge(folder.state())
+    assert "needs 2 nodes of partition gpu, 1 is alive" in verdict.message
+
+
+def test_slow_steps_and_the_slow_rank_are_one_verdict(folder: Folder):
+    slow_steps(folder)
+    (verdict,) = judge(folder.state())
+    assert verdict.message == "steps take 6.0 times as long as 10 minutes ago; no rank is slower than its peers"
+    slow(folder)
+    (verdict,) = judge(folder.state())
+    assert verdict.message == (
+        "steps take 6.0 times as long as 10 minutes ago; rank 3 on n1 is 1.6 times slower than its peers, "
+        "and all ranks wait for it"
+    )
+
+
 def test_a_failed_run_says_what_is_not_said_already_and_from_where_it_would_go_on(folder: Folder):
     folder.manifest |= {"state": "failed", "ended": iso(NOW), "error": "the gradient became nan\n  lower the rate"}
     ended("FAILED", exit_code=1)(folder)
     (verdict,) = judge(folder.state())
     assert (
         verdict.message
-        == "job 77 failed with exit code 1 on n[0-1]; error: the gradient became nan, at step 300 of 1000"
+        == "job 77 failed with exit code 1 on n[0-1], at step 300 of 1000; error: the gradient became nan\n"
+        "  lower the rate"
     )
     assert verdict.what_to_do.endswith("the same command starts from step 0: no checkpoint was written yet")
     folder.logs["n0.err"] = "error: the gradient became nan\n"
@@ -407,7 +543,7 @@ def test_a_rank_that_lost_another_is_told_in_words(folder: Folder):
     alone("failed", error=gloo)(folder)
     (verdict,) = judge(folder.state())
     assert (
-        verdict.message == "failed: a rank lost its connection to another rank, which ended first, at step 300 of 1000"
+        verdict.message == "failed, at step 300 of 1000: a rank lost its connection to another rank, which ended first"
     )
 
 
@@ -424,6 +560,31 @@ def test_the_first_error_is_named_and_not_what_follows_from_it(folder: Folder):
     error_on_stderr(folder)
     (verdict,) = judge(folder.state())
     assert verdict.message.startswith("n1: ValueError: the cause (and 2 more on 2 hosts)")
+
+
+def test_an_error_of_several_lines_is_shown_whole_with_the_advice_of_doctor_explain(folder: Folder):
+    folder.logs["n0.err"] = (
+        "[rank1]: Traceback (most recent call last):\n[rank1]:   File\n"
+        "[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
+        "[rank1]:   GPU 0 has 1 GiB free\nstep 3\n"
+    )
+    seen = view(folder.state())
+    (verdict,) = seen["verdicts"]
+    assert verdict["message"] == (
+        "n0: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n  GPU 0 has 1 GiB free"
+    )
+    known = explain_line("torch.OutOfMemoryError: CUDA out of memory")
+    assert known is not None
+    assert verdict["what_to_do"].startswith(known.meaning)
+    assert known.hint.rstrip(".") in verdict["what_to_do"]
+    page = plain(seen).splitlines()
+    assert "  GPU 0 has 1 GiB free" in page[2]
+    assert known.meaning in page[3]
+    folder.logs["n0.err"] = ""
+    folder.manifest |= {"state": "failed", "ended": iso(NOW), "error": "CUDA out of memory. Tried to allocate 2 GiB"}
+    ended("FAILED", exit_code=1)(folder)
+    (verdict,) = judge(folder.state())
+    assert verdict.what_to_do.startswith(known.meaning)
 
 
 def test_an_error_that_did_not_stop_the_run_is_a_warning_and_an_earlier_attempts_is_none(folder: Folder):
@@ -502,7 +663,7 @@ def test_a_host_whose_clock_is_wrong_is_judged_like_any_other(folder: Folder, se
     assert verdicts(folder) == {"no-process": "wrong", "clocks-differ": "warning"}
     powered_off(folder)
     folder.behind["n1"] = 0.0
-    assert "silent-host" in verdicts(folder)
+    assert "lost-node" in verdicts(folder)
 
 
 def test_records_are_timed_by_the_clock_of_their_writer(folder: Folder):

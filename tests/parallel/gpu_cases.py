@@ -9,7 +9,16 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from tests.finetuning.conftest import write_bases
-from tests.parallel import jobs, test_experts, test_finetuning, test_layouts, test_masks, test_muon, test_prune
+from tests.parallel import (
+    jobs,
+    test_experts,
+    test_finetuning,
+    test_flight_records,
+    test_layouts,
+    test_masks,
+    test_muon,
+    test_prune,
+)
 from tests.parallel.conftest import FAMILIES, Layouts, difference
 from tests.parallel.test_layouts import LARGEST, parallel
 from tests.parallel.test_settings import SGD
@@ -55,7 +64,7 @@ class Case:
     tolerance: float
     settings: tuple[str, ...] = UNCOMPILED
     """Those of the layout's run and of the one process."""
-    kind: Literal["pretrain", "masks", "lora", "nf4", "prune", "load"] = "pretrain"
+    kind: Literal["pretrain", "masks", "lora", "nf4", "prune", "load", "hang"] = "pretrain"
     precision: str = "fp32"
 
     @property
@@ -66,7 +75,7 @@ class Case:
     @property
     def seconds(self) -> float:
         """About how long it takes on an H200, the run of one process included."""
-        return 60 if self.compiled else 4 + self.ranks
+        return 60 if self.compiled else 20 if self.kind == "hang" else 4 + self.ranks
 
     @property
     def described(self) -> dict[str, Any]:
@@ -132,6 +141,8 @@ def cases() -> list[Case]:
         ranks, tensor = test_prune.LAYOUTS[layout]
         name = f"prune, {layout}, qwen2"
         found.append(Case(name, ranks, "llama", [f"parallel.tensor={tensor}"], test_prune.ROUNDING, kind="prune"))
+    for layout, (ranks, overrides, *_) in test_flight_records.LAYOUTS.items():
+        found.append(Case(f"hang, {layout}, llama", ranks, "llama", overrides, 0.5, kind="hang"))
     for layout in FOR_COMPILED:
         ranks, overrides = known[layout]
         name = f"{layout}, llama, compiled"
@@ -172,6 +183,9 @@ def compared(case: Case, layouts: Layouts) -> float:
     if case.kind == "prune":
         _, tensor = test_prune.LAYOUTS[case.name.split(", ")[1]]
         return test_prune.share_pruned_otherwise(layouts, case.ranks, tensor)
+    if case.kind == "hang":  # Nothing is compared: the collective and the rank that did not enter it are named, or not.
+        test_flight_records.name_the_rank(layouts, case.name.split(", ")[1], *case.settings)
+        return 0.0
     run = layouts.run(case.ranks, case.family, *case.settings, *case.layout)
     return difference(run.metrics(), layouts.alone(case.family, *case.settings))
 

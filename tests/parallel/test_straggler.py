@@ -22,7 +22,7 @@ class Slow(Extension):
 
     def weigh(self, engine, batch):
         if engine.mesh.world.index == self.rank:
-            end = time.thread_time() + 0.15
+            end = time.thread_time() + 0.4
             while time.thread_time() < end:
                 pass
         return super().weigh(engine, batch)

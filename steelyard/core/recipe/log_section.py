@@ -25,6 +25,18 @@ class LogSection(Section):
     )
     profile_ranks: list[NonNegativeInt] = Field([], description="ranks to profile; empty: all ranks")
 
+    on_verdict: str | list[str] | None = Field(
+        None, description="command (its words) or webhook (URL, or $NAME of a variable) for changes of watch's verdict"
+    )
+
+    @model_validator(mode="after")
+    def _has_target(self) -> LogSection:
+        target = self.on_verdict
+        if target == [] or (isinstance(target, str) and not target.startswith(("http://", "https://", "$"))):
+            hint = 'write the words of a command, ["./notify.sh", "me"], the URL of a webhook, or $NAME of a variable'
+            raise contradiction("log.on_verdict", f"{target!r} is neither a command nor a webhook", hint)
+        return self
+
     @model_validator(mode="after")
     def _first_before_last(self) -> LogSection:
         for name in ("timeline", "profile"):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from steelyard.doctor import known_errors
 from steelyard.doctor.finding import Finding
 from steelyard.doctor.machine import Machine
 from steelyard.doctor.python_info import PythonInfo
+from steelyard.observe import known_errors
 
 TOPIC = "kernels"
 OLDEST_FLASH = (8, 0)

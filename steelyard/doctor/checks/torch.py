@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from steelyard.doctor import known_errors
 from steelyard.doctor.finding import Finding
 from steelyard.doctor.machine import Machine, dotted, version_in
 from steelyard.doctor.python_info import PythonInfo, installed_torch
+from steelyard.observe import known_errors
 
 TOPIC = "torch and driver"
 OLDEST, NEWEST = (2, 11), (2, 13)

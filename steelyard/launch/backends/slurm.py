@@ -20,7 +20,7 @@ from steelyard.core.console import console
 from steelyard.core.errors import RuntimeFailure, UserError
 from steelyard.core.host import die_with_parent
 from steelyard.launch import job_spec, launch_record, supervisor
-from steelyard.launch.backends import Backend, Option, Place, Record, slurm_queue, slurm_script
+from steelyard.launch.backends import Backend, Option, Place, Record, slurm_nodes, slurm_queue, slurm_script
 from steelyard.launch.job_spec import JobSpec, NodeGroup
 from steelyard.launch.launch_record import FOLDER, JOBS, Launch
 
@@ -173,7 +173,7 @@ def _kill_step(launch: Launch) -> None:
     deadline = time.monotonic() + SECONDS_TO_FIND
     was_found = False
     while time.monotonic() < deadline:
-        pairs = [line.split(maxsplit=1) for line in slurm_queue.ask(query)[0].splitlines()]
+        pairs = [line.split(maxsplit=1) for line in slurm_nodes.ask(query)[0].splitlines()]
         steps = [pair[0] for pair in pairs if pair[1:] == [name] and slurm_queue.STEP.fullmatch(pair[0])]
         if steps:
             was_found = True

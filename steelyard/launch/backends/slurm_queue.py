@@ -14,18 +14,17 @@ writes its id to `launch/began-MARK`, for when squeue no longer lists it.
 from __future__ import annotations
 
 import re
-import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
 from steelyard.core.run import MANIFEST, Run
-from steelyard.launch.backends import ENDED, WAITING, JobState, Record
+from steelyard.launch.backends import ENDED, WAITING, JobState, Record, slurm_nodes
+from steelyard.launch.backends.slurm_nodes import ask
 from steelyard.launch.backends.slurm_script import BEGAN
 from steelyard.launch.launch_record import FOLDER
 
 JOB = re.compile(r"\d+(_\d+|\+\d+)?")
 STEP = re.compile(JOB.pattern + r"\.\d+(\+\d+)?")
-SECONDS_TO_ANSWER = 30
 # Slurm's states: the neutral state, and a reason where the neutral state is less specific.
 STATES = {
     "PENDING": (JobState.QUEUED, ""),
@@ -83,7 +82,7 @@ NEVER = re.compile(
 # Names and widths: squeue pads or truncates each field to its width.
 QUEUE_FIELDS = {
     "jobarrayid": 40, "hetjoboffset": 12, "state": 24, "restartcnt": 12, "timeused": 24, "timelimit": 24,
-    "exit_code": 12, "reason": 64, "nodelist": 512,
+    "exit_code": 12, "reason": 64, "nodelist": 512, "partition": 64, "numnodes": 12,
 }  # fmt: skip
 ACCOUNT_FIELDS = ("JobID", "State", "ExitCode", "Elapsed", "Timelimit", "NodeList")
 # Error messages of squeue for a job it no longer lists, and of sacct without accounting.
@@ -133,7 +132,7 @@ def poll(run: Path, jobs: list[str], last: Mapping[str, Record]) -> list[Record]
             records = accounted(account)
             if FORGOTTEN in queue_error and NO_ACCOUNTS in account_error:
                 records = [_forgotten(run, each) for each in last.values() if owns(job, str(each["job"]))]
-        found += records
+        found += [slurm_nodes.with_missing_nodes(each) for each in records]
     return found
 
 
@@ -203,6 +202,8 @@ def _from_queue(fields: dict[str, str]) -> Record:
         "elapsed": seconds(fields["timeused"]),
         "time_limit": seconds(fields["timelimit"]),
         "restarts": int(fields["restartcnt"]) if fields["restartcnt"].isdigit() else 0,
+        "partition": fields["partition"],
+        "needed": int(fields["numnodes"]) if fields["numnodes"].isdigit() else 0,
     }
 
 
@@ -279,12 +280,3 @@ def _began(run: Path, mark: str) -> str | None:
     except OSError:
         return None
     return number if JOB.fullmatch(number) else None
-
-
-def ask(command: list[str]) -> tuple[str, str]:
-    """The standard output of a program, or its standard error if it failed."""
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS_TO_ANSWER)
-    except (OSError, subprocess.SubprocessError):
-        return "", ""
-    return (answer.stdout, "") if answer.returncode == 0 else ("", answer.stderr)

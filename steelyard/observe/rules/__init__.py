@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Level = Literal["ok", "waiting", "warning", "wrong"]
+BYTES_SAVED = 14  # in a checkpoint per parameter: weights and the optimizer's state
 LEVELS: tuple[Level, ...] = ("ok", "waiting", "warning", "wrong")
 
 
@@ -20,3 +21,9 @@ class Verdict:
     level: Level
     message: str
     what_to_do: str
+
+
+def some(names: list[str], most: int = 4) -> str:
+    """The first names, and how many more."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

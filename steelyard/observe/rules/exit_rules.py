@@ -6,11 +6,15 @@ the worse one counts, and the message combines both.
 
 from __future__ import annotations
 
+from typing import Any
+
 from steelyard.core import units
 from steelyard.core.errors import Interrupted
 from steelyard.launch.backends import ENDED, WAITING, JobState
 from steelyard.observe.error_scan import is_lost_peer
-from steelyard.observe.rules import Verdict
+from steelyard.observe.known_errors import advice
+from steelyard.observe.rules import Verdict, some
+from steelyard.observe.rules.node_rules import described, lost_nodes
 from steelyard.observe.run_state import RunState, seconds_of, span_of
 
 RESUME = "the same command resumes from the last checkpoint"
@@ -48,10 +52,14 @@ def scheduler_ended(state: RunState) -> Verdict | None:
     still = ", while other jobs of the run still run" if state.is_live else ""
     if end is JobState.FAILED and str(exit_code).partition(":")[0] == str(Interrupted.exit_code):
         kind, how, code, what_to_do = "interrupted", "was interrupted", "", RESUME
+    lost = lost_nodes(state)
+    if lost and end in (JobState.NODE_FAILED, JobState.FAILED):
+        how += f": {described(lost)}"
     error = _error(state)
     cause = f"; error: {error}" if error and end is JobState.FAILED and not _is_reported(state, error) else ""
-    message = f"job {job} {how}{code}{after}{where}{why}{still}{cause}{_reached(state)}"
-    return Verdict(kind, "wrong", message, what_to_do.replace(RESUME, _resume(state)))
+    message = f"job {job} {how}{code}{after}{where}{why}{still}{_reached(state)}{cause}"
+    known = advice(error) if cause else ""
+    return Verdict(kind, "wrong", message, known + what_to_do.replace(RESUME, _resume(state)))
 
 
 def _finished_badly(state: RunState, states: dict[str, JobState]) -> Verdict | None:
@@ -78,7 +86,9 @@ def run_ended(state: RunState) -> Verdict | None:
         )
     if known == "failed":
         why = _error(state) or "no reason recorded"
-        return Verdict("failed", "wrong", f"failed: {why}{_reached(state)}", f"fix the error; {resume}")
+        return Verdict(
+            "failed", "wrong", f"failed{_reached(state)}: {why}", f"{advice(why) or 'fix the error; '}{resume}"
+        )
     if known == "interrupted":
         return Verdict("interrupted", "wrong", f"was interrupted{_reached(state)}", resume)
     if known == "stopped":
@@ -101,33 +111,62 @@ def not_started(state: RunState) -> Verdict | None:
     known = state.manifest.get("state")
     if known in ("created", None) and not state.job_states:
         return Verdict("not-started", "waiting", "has not started", "start it: steelyard train or steelyard submit")
-    if state.is_live and not state.metrics and "command" not in state.manifest:  # Other commands take no steps.
+    has_recorded = bool(state.metrics) and (state.progressed or 0.0) >= (state.began or 0.0)
+    if state.is_live and not has_recorded and "command" not in state.manifest:  # Other commands take no steps.
         since = f" for {units.duration(state.now - state.began)}" if state.began else ""
+        done = "no step is done yet" if state.has_met else "no rank has reported yet"
+        again = " again" if state.metrics else ""
         what = "wait: ranks meet, data is prepared and kernels are compiled"
-        return Verdict("starting", "waiting", f"has been starting{since}; no step is done yet", what)
+        return Verdict("starting", "waiting", f"has been starting{again}{since}; {done}", what)
     return None
 
 
 def _queued(state: RunState) -> Verdict:
-    job, record = next((job, record) for job, record in state.jobs.items() if record["state"] in WAITING)
+    waiting = [(job, record) for job, record in state.jobs.items() if record["state"] in WAITING]
+    job, record = next((each for each in waiting if each[1].get("missing")), waiting[0])
     reason = str(record.get("reason") or "no reason given")
     restarts = record.get("restarts") or 0
     again = f", after {restarts} restart{'s' if restarts != 1 else ''}" if restarts else ""
     is_held = record["state"] == JobState.HELD
     kind = "held" if is_held else "requeued" if again else "queued"
-    message = f"job {job} is {record['state']}: {reason}{again}"
+    lost = lost_nodes(state) if again else {}
+    named = f"; {described(lost)}" if lost else ""
+    message = f"job {job} is {record['state']}: {reason}{again}{named}"
+    if needs := _missing_nodes(state, record):
+        return Verdict(
+            "cannot-start", "wrong", f"job {job} cannot start: {needs}{named}", str(record.get("hint") or "")
+        )
     return Verdict(kind, "wrong" if is_held else "waiting", message, str(record.get("hint") or "wait"))
 
 
+def _missing_nodes(state: RunState, record: dict[str, Any]) -> str:
+    """Such as: needs 2 nodes of type a100, 1 is alive (b2 is down)."""
+    missing = record.get("missing")
+    if not isinstance(missing, dict) or not isinstance(missing.get("down"), list):
+        return ""
+    needed, alive, partition = missing.get("needed"), missing.get("alive"), missing.get("partition")
+    partitions, placement = state.launch.get("partitions"), state.launch.get("placement")
+    kind = f"of partition {partition}"
+    if isinstance(partitions, list) and isinstance(placement, list) and partition in partitions[: len(placement)]:
+        kind = f"of type {str(placement[partitions.index(partition)]).partition(':')[0]}"
+    down = f" ({some([str(each) for each in missing['down']])})" if missing["down"] else ""
+    return (
+        f"needs {needed} node{'' if needed == 1 else 's'} {kind}, {alive} {'is' if alive == 1 else 'are'} alive{down}"
+    )
+
+
 def _error(state: RunState) -> str:
-    """The run's own error in one line; a lost peer is described in plain words instead of gloo's message."""
-    error = str(state.manifest.get("error") or "").strip().partition("\n")[0]
-    return "a rank lost its connection to another rank, which ended first" if is_lost_peer(error) else error
+    """The run's own error; a lost peer is described in plain words instead of gloo's message."""
+    error = str(state.manifest.get("error") or "").strip()
+    if not is_lost_peer(error):
+        return error
+    lost = lost_nodes(state)
+    return described(lost) if lost else "a rank lost its connection to another rank, which ended first"
 
 
 def _is_reported(state: RunState, error: str) -> bool:
     """Whether the verdict on the error logs already contains the error."""
-    return any(error in text for host in state.err for _, text in state.errors_of(host))
+    return any(error.partition("\n")[0] in text for host in state.err for _, text in state.errors_of(host))
 
 
 def _resume(state: RunState) -> str:

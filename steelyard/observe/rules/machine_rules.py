@@ -1,24 +1,20 @@
-"""Rules about machines: unused GPUs, slow ranks, full disks, and clocks or versions that differ between hosts."""
+"""Rules about machines: stopped ranks, unused GPUs, full disks, and clocks or versions that differ between hosts."""
 
 from __future__ import annotations
 
-from collections import Counter
 from itertools import pairwise
 from typing import Any
 
 from steelyard.core import units
 from steelyard.observe.host_logs import is_number
-from steelyard.observe.rules import Verdict
-from steelyard.observe.rules.progress_rules import BYTES_SAVED
+from steelyard.observe.rules import BYTES_SAVED, Verdict, some
 from steelyard.observe.run_state import RunState
 from steelyard.sizes.param_count import parameters
 from steelyard.sizes.stage_layers import partition_of
 
 STARTING = 300.0  # seconds in which a job loads its container and imports before it touches a GPU
 EMPTY_FOR = 30.0  # seconds without a process before a GPU counts as unused
-SILENT_FOR = 90.0  # seconds without a sample, while other hosts write theirs
 BARE_MEMORY = 1 << 30  # bytes that the driver takes on an unused GPU
-SLOWER, RECORDS_SLOW, SECONDS_SLOW = 1.25, 3, 30.0
 DISK_SHARE, DISK_BYTES, DISK_LAST = 0.05, 50 << 30, 0.005
 CLOCKS_APART = 2.0  # seconds
 HOT = 90  # degrees Celsius
@@ -45,7 +41,7 @@ def frozen(state: RunState) -> Verdict | None:
     named = [f"{_rank_of(state, host, pid)} on {host}" for host, pid in stopped]
     host, pid = stopped[0]
     what = f"resume it: kill -CONT {pid} on {host}" + (", and likewise the others" if len(stopped) > 1 else "")
-    return Verdict("frozen", "wrong", f"stopped by a signal (SIGSTOP): {_some(named)}", what)
+    return Verdict("frozen", "wrong", f"stopped by a signal (SIGSTOP): {some(named)}", what)
 
 
 def _rank_of(state: RunState, host: str, pid: int) -> str:
@@ -78,14 +74,14 @@ def nobody_on_device(state: RunState) -> Verdict | None:
         elif unused:
             partly.append(f"{len(unused)} of {len(recent[-1]['devices'])} on {host}")
     if empty:
-        message = f"running, but no process uses a GPU of {_some(empty)}"
+        message = f"running, but no process uses a GPU of {some(empty)}"
         if any(state.devices[host].last.get("kind") == "cpu" for host in empty):
-            message = f"running, but no process of the run is on {_some(empty)}"
+            message = f"running, but no process of the run is on {some(empty)}"
         what = "read the end of that host's error log; if the ranks have died, steelyard cancel and submit again"
         return Verdict("no-process", "wrong", message, what)
     if partly:
         what = "start as many ranks as there are GPUs, or request fewer GPUs"
-        return Verdict("idle-gpus", "warning", f"GPUs that no process uses: {_some(partly)}", what)
+        return Verdict("idle-gpus", "warning", f"GPUs that no process uses: {some(partly)}", what)
     return None
 
 
@@ -96,24 +92,6 @@ def _is_unused(sample: dict[str, Any], index: int) -> bool:
         return False
     used = device.get("memory_used")
     return sample.get("kind") == "cpu" or not is_number(used) or used < BARE_MEMORY
-
-
-def silent_host(state: RunState) -> Verdict | None:
-    """A host that writes no samples while the others do: powered off, disconnected or frozen."""
-    if not state.is_live or len(state.devices) < 2:
-        return None
-    last = {host: samples.heard for host, samples in state.devices.items() if samples.samples}
-    begun = state.began or 0.0
-    last = {host: at for host, at in last.items() if host in state.hosts or at >= begun}
-    if not last or state.now - max(last.values()) > SILENT_FOR / 2:
-        return None
-    silent = {host: at for host, at in last.items() if max(last.values()) - at > SILENT_FOR}
-    if not silent:
-        return None
-    host, at = min(silent.items(), key=lambda item: item[1])
-    message = f"no samples from {_some(list(silent))} for {units.duration(state.now - at)}"
-    what = f"check whether it is up: ping {host}; if it is down, the scheduler requeues the job"
-    return Verdict("silent-host", "wrong", message, what)
 
 
 def other_configuration(state: RunState) -> Verdict | None:
@@ -158,48 +136,6 @@ def requested(state: RunState) -> dict[str, Any]:
     return wanted
 
 
-def slow_rank(state: RunState) -> Verdict | None:
-    """One rank, or the ranks of one host, take longer than the others for the same work in every record."""
-    if not state.is_live:
-        return None
-    records = [record for record in state.trained if isinstance(record.get("rank_seconds"), dict)]
-    newest = state.trained[-1].get("time", 0.0) if records else 0.0
-    recent = [record for record in records if newest - record.get("time", 0.0) <= SECONDS_SLOW]
-    # Steps may be so short that a few records cover only a moment. An OS scheduling delay does not last this long.
-    records = recent if len(recent) > RECORDS_SLOW else records[-RECORDS_SLOW:]
-    lasted = records[-1].get("time", 0.0) - records[0].get("time", 0.0) if records else 0.0
-    reported = [record["rank_seconds"] for record in records]
-    if len(reported) < RECORDS_SLOW or lasted < SECONDS_SLOW / 2 or not all(_lags(each) for each in reported):
-        return None
-    ranks = [each["slowest"] for each in reported]
-    hosts = [state.host_of(rank) for rank in ranks]
-    rank, times = Counter(ranks).most_common(1)[0]
-    host, on_host = Counter(hosts).most_common(1)[0]
-    times_slower = min(each["seconds"] / each["median"] for each in reported)
-    if times == len(reported):
-        who = f"rank {rank}" + (f" on {host}" if host else "")
-    elif on_host == len(reported) and host and len(state.hosts) > 1:
-        who = f"{host}"
-    else:
-        return None
-    devices = {name: each.get("device") for name, each in state.hosts.items()}
-    if host and devices.get(host) not in (None, Counter(devices.values()).most_common(1)[0][0]):
-        who += f" ({devices[host]})"
-    message = f"{who} takes {times_slower:.1f} times as long as the others for the same work, and all ranks wait for it"
-    what = (
-        "check for other processes, heat or a low clock rate there (nvidia-smi -q -d PERFORMANCE, top); "
-        "exclude the host, or assign it fewer layers (steelyard plan)"
-    )
-    return Verdict("slow-rank", "warning", message, what)
-
-
-def _lags(reported: dict[str, Any]) -> bool:
-    seconds, usual = reported.get("seconds"), reported.get("median")
-    if not isinstance(reported.get("slowest"), int):
-        return False
-    return is_number(seconds) and is_number(usual) and usual > 0 and seconds / usual > SLOWER
-
-
 def disk_nearly_full(state: RunState) -> Verdict | None:
     """The disk of the run is nearly full, or has no room for the next checkpoint."""
     ended_well = state.manifest.get("state") in ("finished", "stopped")
@@ -233,7 +169,7 @@ def clocks_differ(state: RunState) -> Verdict | None:
     _, before = max((b[0] - a[0], number) for number, (a, b) in enumerate(pairwise(clocks)))
     few = clocks[: before + 1] if before + 1 <= len(clocks) // 2 else clocks[before + 1 :]
     apart = clocks[-1][0] - clocks[0][0]
-    message = f"the clocks of the hosts differ by {apart:.1f} s: {_some([name for _, name in few])} differs most"
+    message = f"the clocks of the hosts differ by {apart:.1f} s: {some([name for _, name in few])} differs most"
     what = "synchronize the clocks (chrony, timedatectl); until then, times of logs and files cannot be compared"
     return Verdict("clocks-differ", "warning", message, what)
 
@@ -248,7 +184,7 @@ def versions_differ(state: RunState) -> Verdict | None:
         for host, each in versions.items():
             by_version.setdefault(str(each.get(library, "none")), []).append(host)
         if len(by_version) > 1:
-            reported = ", ".join(f"{version} on {_some(hosts)}" for version, hosts in by_version.items())
+            reported = ", ".join(f"{version} on {some(hosts)}" for version, hosts in by_version.items())
             what = "install the same versions everywhere, or start the ranks in one container image"
             return Verdict("versions-differ", "warning", f"{library} differs between hosts: {reported}", what)
     return None
@@ -266,9 +202,4 @@ def hot_device(state: RunState) -> Verdict | None:
         if is_number(device.get("temperature")) and device["temperature"] >= HOT
     ]
     what = "report it to the administrator; a hot GPU lowers its clock, and all ranks wait for it"
-    return Verdict("hot-gpu", "warning", f"too hot: {_some(hot)}", what) if hot else None
-
-
-def _some(names: list[str], most: int = 4) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+    return Verdict("hot-gpu", "warning", f"too hot: {some(hot)}", what) if hot else None

@@ -8,9 +8,12 @@ from statistics import median
 
 from steelyard.core import units
 from steelyard.core.recipe import Recipe
+from steelyard.observe import flight_records
 from steelyard.observe.error_scan import is_lost_peer
 from steelyard.observe.host_logs import is_number
-from steelyard.observe.rules import Verdict
+from steelyard.observe.known_errors import advice
+from steelyard.observe.rules import BYTES_SAVED, Verdict
+from steelyard.observe.rules.node_rules import lost_nodes
 from steelyard.observe.run_state import RunState, seconds_of
 from steelyard.sizes.param_count import parameters
 
@@ -19,7 +22,6 @@ LEAST_SAVING = 60.0  # seconds allowed for any checkpoint
 MANY = 20  # records
 FIRST_STEP = 1200.0  # seconds from the start of the ranks to the first record: data is prepared, kernels are compiled
 SAVING_RATE = 100e6  # bytes per second that a slow shared filesystem writes
-BYTES_SAVED = 14  # per parameter: weights and the optimizer's state
 AGREED_ERRORS = 30.0  # seconds: an error this much older than the last record did not stop the run
 SPIKE, SPIKE_SPREADS, LEAST_HISTORY = 1.3, 8.0, 12
 
@@ -38,16 +40,17 @@ def errors(state: RunState) -> Verdict | None:
 
     host, reported = min(by_host.items(), key=order)
     first = min((text for _, text in reported), key=_is_consequence)
+    if _is_consequence(first) and lost_nodes(state):
+        return None
     others = sum(map(len, by_host.values())) - 1
     more = f" (and {others} more{f' on {len(by_host)} hosts' if len(by_host) > 1 else ''})" if others else ""
-    message = f"{host}: {first}{more}"
-    what = (
-        f"read it in context: steelyard logs RUN --node {host} --stream err; for known errors: "
-        "steelyard doctor explain RUN"
-    )
+    title, rest = first.partition("\n")[::2]
+    message = f"{host}: {title}{more}" + (f"\n{rest}" if rest else "")
+    what = advice(first) + f"read it in context: steelyard logs RUN --node {host} --stream err"
     finished = state.manifest.get("state") == "finished"
     if finished or (state.progressed or 0.0) > state.written(host, reported[-1][0]) + AGREED_ERRORS:
-        return Verdict("errors", "warning", message + "; the run continued", what)
+        message = message.replace(title, f"{title}; the run continued", 1)
+        return Verdict("errors", "warning", message, what)
     return Verdict("errors", "wrong", message, what)
 
 
@@ -80,9 +83,25 @@ def no_progress(state: RunState) -> Verdict | None:
     step = state.metrics[-1]["step"] if state.metrics else 0
     limit = f"expected at most {units.duration(allowed)}"
     message = f"no progress for {units.duration(since)} after step {step}, {limit}{_idle_devices(state)}"
+    message += _hanging(state, max(begun or 0.0, progressed or 0.0))
     wait = f"the ranks time out after {state.recipe.parallel.timeout_minutes:g} minutes"
     what = f"dump the ranks' stacks: py-spy dump --pid PID on each host (pids: hosts/*.json); {wait}; then submit again"
     return Verdict("no-progress", "wrong", message, what)
+
+
+def _hanging(state: RunState, since: float) -> str:
+    """Which collective hangs, and which ranks have not entered it, from the ranks' flight records."""
+    records = flight_records.read(state.path, since)
+    if not records:
+        return ""
+    hosts = {rank: name for name, host in state.hosts.items() for rank in host.get("ranks") or []}
+    found = flight_records.hang(records)
+    if found is not None:
+        return "\n" + flight_records.described(found, records, hosts)
+    silent = sorted(set(hosts) - set(records))
+    places = [f"{flight_records.named([rank], hosts)} is in {flight_records.place(records[rank])}" for rank in records]
+    answers = f"{flight_records.named(silent, hosts)} did not answer; " if silent else ""
+    return f"\n{answers}{'; '.join(places[:4])}"
 
 
 def _has_recorded_end(state: RunState) -> bool:

@@ -307,6 +307,13 @@ def explain_line(line: str) -> Explained | None:
     return None
 
 
+def advice(error: str) -> str:
+    """The meaning and hint for the first known line of an error, as the start of a sentence; empty if none is known."""
+    known = (explain_line(line) for line in error.splitlines())
+    found = next((each for each in known if each is not None and not each.harmless), None)
+    return "" if found is None else f"{found.meaning} {found.hint.rstrip('.')}; "
+
+
 def _format(words: str, values: dict[str, str]) -> str:
     for name, value in values.items():
         words = words.replace(f"{{{name}}}", value)
