@@ -102,9 +102,9 @@ def even(layers: int, stages: int) -> tuple[int, ...]:
     return tuple(layers // stages + (stage < layers % stages) for stage in range(stages))
 
 
-def cluster(nodes: list[dict[str, Any]], network: float, latency: float = 5.0, **more: Any) -> Cluster:
+def cluster(nodes: list[dict[str, Any]], network: float, transport: str = "rdma", **more: Any) -> Cluster:
     """A cluster with one network."""
-    links = [{"between": ["*", "*"], "GBps": network, "latency_us": latency}]
+    links = [{"between": ["*", "*"], "GBps": network, "transport": transport}]
     return Cluster.model_validate({"nodes": nodes, "links": links} | more)
 
 
@@ -239,7 +239,7 @@ def sailor(folder: Path) -> Iterator[Case]:
             float(row["measured_iter_s"]),
             gpt(layers, hidden, heads, 2048, int(row["global_batch"]), vocab=vocab, precision="fp32", tied=False,
                 dropout=0.1 if name == "GPT-Neo-2.7B" else 0.0),
-            cluster(nodes, 25.0) if gh200 else cluster(nodes, ETHERNET, 50.0),
+            cluster(nodes, 25.0) if gh200 else cluster(nodes, ETHERNET, "tcp"),
             layout(tensor, data, len(stages), int(row["micro_batch"]), tuple(counts),
                    [(f"{RTX[each[1]]}-{each[2]}", 1) for stage in stages for each in stage]),
             SAILORS[name],

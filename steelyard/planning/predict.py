@@ -297,8 +297,10 @@ class Predictor:
 
 def linked(cluster: Cluster, profiles: Mapping[str, Profile]) -> Cluster:
     """The cluster with measured links inside its nodes, where the cluster file gives none."""
-    found = [(nodes, profiles.get(cluster.gpu_of(nodes).name)) for nodes in cluster.nodes]
-    changed = [nodes if profile is None else profile.with_link(nodes) for nodes, profile in found]
+    found = [(nodes, cluster.gpu_of(nodes)) for nodes in cluster.nodes]
+    changed = [
+        nodes if (profile := profiles.get(gpu.name)) is None else profile.with_link(nodes, gpu) for nodes, gpu in found
+    ]
     return cluster if changed == cluster.nodes else cluster.with_nodes(changed)
 
 

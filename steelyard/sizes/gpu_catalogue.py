@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Literal
 
 GIB = 1 << 30
+PCIE_GBPS = 64.0  # PCI Express 5.0 x16; a faster link is NVLink
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,11 @@ class Gpu:
     def memory(self) -> int | None:
         """Bytes of memory."""
         return None if self.memory_gib is None else int(self.memory_gib * GIB)
+
+    @property
+    def link_transport(self) -> Literal["nvlink", "pcie"]:
+        """What `link_gb` is: NVLink, or PCI Express, which has at most 64 GB/s (5.0 x16)."""
+        return "nvlink" if (self.link_gb or 0.0) > PCIE_GBPS else "pcie"
 
     def peak(self, precision: str) -> float | None:
         """The peak in FLOP/s for a recipe's `train.precision`; fp32 products use tf32 if the GPU has it."""

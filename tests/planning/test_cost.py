@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from steelyard.core.recipe import Recipe
 from steelyard.planning import communication, compute, memory_fit
-from steelyard.planning.communication import BASE_LATENCY, LINK_SHARE, NETWORK_SHARE, SOCKET_SHARE, Ring, group
+from steelyard.planning.communication import BASE_LATENCY, REACHED, Ring, group
 from steelyard.planning.compute import MEMORY_SHARE, RAMP, LayerDims, Work
 from steelyard.planning.layout import Seats
 from steelyard.planning.predict import Predictor
@@ -87,19 +87,19 @@ def test_an_all_reduce_sends_twice_what_is_not_its_own():
 def test_rings_of_a_node_share_its_network_card():
     machines = cluster(("a100-80", 4, 8), network=100.0)
     seats = Seats(machines, (("a100-80", 4),)).of(0, 32)
-    assert group(machines, seats, 1, 8).bandwidth == pytest.approx(300e9 * LINK_SHARE)  # tensor 8: within the node
-    assert group(machines, seats, 8, 4).bandwidth == pytest.approx(100e9 * NETWORK_SHARE / 8)  # eight data rings
-    assert group(machines, seats, 1, 32).bandwidth == pytest.approx(100e9 * NETWORK_SHARE)  # one ring over all
-    slow = cluster(("a100-80", 4, 8), network=100.0, latency=50.0)
-    assert group(slow, seats, 1, 32).bandwidth == pytest.approx(100e9 * SOCKET_SHARE)
+    assert group(machines, seats, 1, 8).bandwidth == pytest.approx(300e9 * REACHED["nvlink"])  # tensor 8: within the node
+    assert group(machines, seats, 8, 4).bandwidth == pytest.approx(100e9 * REACHED["rdma"] / 8)  # eight data rings
+    assert group(machines, seats, 1, 32).bandwidth == pytest.approx(100e9 * REACHED["rdma"])  # one ring over all
+    slow = cluster(("a100-80", 4, 8), network=100.0, transport="tcp")
+    assert group(slow, seats, 1, 32).bandwidth == pytest.approx(100e9 * REACHED["tcp"])
 
 
 def test_a_send_within_a_node_uses_its_links_and_between_nodes_the_card_that_all_ranks_share():
     machines = cluster(("a10", 2, 4))
     seats = Seats(machines, (("a10", 2),))
     here, there = seats.of(0, 4)[0], seats.of(4, 4)[0]
-    assert communication.send(machines, here, here, 1e9, 4) == pytest.approx(2e-6 + 1 / (32 * LINK_SHARE))
-    assert communication.send(machines, here, there, 1e9, 4) == pytest.approx(5e-6 + 4 / (12.5 * NETWORK_SHARE))
+    assert communication.send(machines, here, here, 1e9, 4) == pytest.approx(2e-6 + 1 / (32 * REACHED["pcie"]))
+    assert communication.send(machines, here, there, 1e9, 4) == pytest.approx(5e-6 + 4 / (12.5 * REACHED["rdma"]))
 
 
 def test_the_parts_of_a_step_add_up_to_it():

@@ -23,7 +23,7 @@ from tests.planning.machines import gpt, layout
 
 GPU = {"name": "round", "memory_gib": 80, "bf16": 100.0, "bandwidth_gb": 1000.0, "units": 100, "sustained": 1.0}
 NODES = {"type": "round", "count": 2, "gpu": "round", "gpus": 4, "intra_GBps": 100.0, "intra_latency_us": 0.0}
-LINKS = [{"between": ["*", "*"], "GBps": 10.0, "latency_us": 5.0}]
+LINKS = [{"between": ["*", "*"], "GBps": 10.0, "latency_us": 5.0, "transport": "rdma"}]
 MILLI, MICRO = 1e-3, 1e-6
 
 
