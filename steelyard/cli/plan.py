@@ -36,6 +36,7 @@ class Program(StrEnum):
 
     steelyard = "steelyard"
     megatron = "megatron"
+    torchtitan = "torchtitan"
 
 
 ModelOption = Annotated[
@@ -74,7 +75,7 @@ def plan(
     ] = False,
     given: Annotated[bool, typer.Option("--given", help="Predict the layout in the recipe, without a search.")] = False,
     software: Annotated[
-        Program, typer.Option(help="The training program; megatron: Megatron-LM of 2021 to 2023.")
+        Program, typer.Option(help="The training program to predict; megatron: Megatron-LM of 2021 to 2023.")
     ] = Program.steelyard,
     tokens: Annotated[str | None, typer.Option(metavar="N", help="Token budget, such as 300B.")] = None,
     profiles: Annotated[

@@ -148,11 +148,11 @@ class Candidates:
         assign = partition.evenly if self.limits.even else partition.by_time
         return assign(self.predictor(layout), layout, self.recipe.model.layers)
 
-    def refined(self, layout: Layout) -> Layout:
-        """The layout with its partition improved by moving single layers."""
+    def refined(self, layout: Layout, passes: int = partition.FULLY) -> Layout:
+        """The layout with its partition improved by moving single layers, with about that many simulated passes."""
         if self.limits.even:
             return layout
-        return partition.refined(self.predictor(layout), layout, self.recipe.model.layers)
+        return partition.refined(self.predictor(layout), layout, self.recipe.model.layers, passes)
 
     def plan(self, layout: Layout) -> Plan:
         """The layout with its partition refined, and the time of its step by part."""

@@ -14,7 +14,7 @@ gres = "gpu:a10:4"
 zone = "one"
 price_hour = 3.2           # per node
 intra_GBps = 16.0          # from one GPU to the others of its node, one way; default: the catalogue
-intra_latency_us = 2.0     # latency of that link
+intra_latency_us = 5.0     # latency of that link
 intra_transport = "pcie"   # nvlink or pcie; default: the catalogue
 idle_watts = 200           # of a node without its GPUs, for --objective energy
 host_gib = 512             # host memory of a node, for optim.offload
@@ -24,7 +24,7 @@ host_link_GBps = 25.0      # bandwidth between one GPU and the host
 [[links]]
 between = ["a10", "a100"]  # two types or zones; the same name twice: within it; "*": any
 GBps = 12.5                # all network cards of one node together, one way
-latency_us = 5.0           # default: 5 for rdma, 20 for tcp
+latency_us = 5.0           # default: 5 for rdma, 50 for tcp
 transport = "rdma"         # rdma: InfiniBand or RoCE with GPUDirect; tcp: sockets of the hosts (the default)
 
 [[gpus]]                   # a GPU that is not in the catalogue
@@ -52,7 +52,8 @@ from steelyard.planning.evidence import Evidence
 from steelyard.sizes.gpu_catalogue import CATALOGUE, Gpu, by_name
 
 NETWORK_GBPS = 1.25  # 10 Gbit/s Ethernet: the default where no link is given
-LATENCY_US = {"nvlink": 2.0, "pcie": 2.0, "rdma": 5.0, "tcp": 20.0}  # default latency of a message
+LATENCY_US = {"nvlink": 18.0, "pcie": 5.0, "rdma": 5.0, "tcp": 50.0}  # default latency of a message
+ROOT_PORTS = 2  # x16 links from the GPUs of a node to its processors, one per socket
 INTRA_GBPS = 16.0  # PCI Express 3.0 x16: the default of a GPU whose link is not known
 # Defaults of a node: one socket with six channels of DDR4-2933, and PCI Express 3.0 x16.
 HOST_GBPS, HOST_LINK_GBPS = 140.0, 15.75
@@ -110,7 +111,7 @@ class Nodes(Section):
     zone: Name = "here"
     price_hour: NonNegativeFloat | None = None
     intra_GBps: PositiveFloat | None = None
-    intra_latency_us: NonNegativeFloat = LATENCY_US["nvlink"]
+    intra_latency_us: NonNegativeFloat | None = None
     intra_transport: Transport | None = None
     idle_watts: NonNegativeFloat = 0.0
     host_gib: PositiveFloat | None = None
@@ -301,9 +302,15 @@ def _refuse(cluster: Cluster, places: dict[str, str]) -> None:
 
 
 def _inside(nodes: Nodes, gpu: Gpu) -> Wire:
-    """The link between the GPUs of a node; what the file does not give comes from the catalogue."""
-    rate = nodes.intra_GBps or gpu.link_gb or INTRA_GBPS
-    return Wire(rate * 1e9, nodes.intra_latency_us * 1e-6, nodes.intra_transport or gpu.link_transport)
+    """The link between the GPUs of a node; what the file does not give comes from the catalogue.
+
+    GPUs on PCI Express talk through the processors: more than `ROOT_PORTS` of them share the bandwidth of that many.
+    """
+    transport = nodes.intra_transport or gpu.link_transport
+    shared = min(1.0, ROOT_PORTS / nodes.gpus) if transport == "pcie" else 1.0
+    rate = nodes.intra_GBps or (gpu.link_gb or INTRA_GBPS) * shared
+    latency = LATENCY_US[transport] if nodes.intra_latency_us is None else nodes.intra_latency_us
+    return Wire(rate * 1e9, latency * 1e-6, transport)
 
 
 def _closeness(name: str, nodes: Nodes) -> int:

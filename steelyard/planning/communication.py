@@ -14,8 +14,8 @@ from steelyard.planning.cluster import Cluster, Wire
 from steelyard.planning.layout import Seat
 
 # Share of a link's bandwidth that large messages reach. Sockets copy through the hosts' memory and kernels.
-REACHED = {"nvlink": 0.67, "pcie": 0.67, "rdma": 0.87, "tcp": 0.45}
-BASE_LATENCY = 2e-6  # of every collective
+REACHED = {"nvlink": 0.7, "pcie": 0.76, "rdma": 0.92, "tcp": 0.35}
+BASE_LATENCY = 27e-6  # of every collective
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,10 @@ def ring(cluster: Cluster, seats: Sequence[Seat], ranks: int, rings: int) -> Rin
         return Ring(ranks, slowest, latency)
     across = _across(cluster, seats)
     shared = reached(across) / rings
+    if across.transport == "rdma" and rings > 1 and ranks > len(seats):
+        # Each ring enters and leaves the node at one of its GPUs, and groups that are unaware of each other choose the
+        # same network cards: of one card per GPU, or fewer, they use as many as there are rings.
+        shared *= min(1.0, rings / max(seat.nodes.gpus for seat in seats))
     # Only one hop per node crosses the network.
     share = min(1.0, len(seats) / ranks)
     return Ring(ranks, min(slowest, shared), share * across.latency + (1 - share) * latency)

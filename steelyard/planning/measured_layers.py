@@ -100,7 +100,7 @@ class Profile(Section):
         measured = self.rates.get("link_gbps")
         if not measured or nodes.intra_GBps is not None:
             return nodes
-        latency = self.rates.get("link_latency_us", nodes.intra_latency_us)
+        latency = nodes.intra_latency_us if nodes.intra_latency_us is not None else self.rates.get("link_latency_us")
         share = communication.REACHED[nodes.intra_transport or gpu.link_transport]
         return nodes.model_copy(update={"intra_GBps": measured / share, "intra_latency_us": latency})
 

@@ -222,8 +222,7 @@ class Predictor:
         stream = self.each * tokens * self.dims.hidden
         # Sequence parallelism replaces an all-reduce by a reduce-scatter and an all-gather: same bytes, two launches.
         sum_ = 2 * tensor.gather(stream) if layout.sequence_parallel else tensor.all_reduce(stream)
-        if self.software.hides_exchange:
-            sum_ /= layout.tensor
+        sum_ *= self.software.exposed_exchange
         keys = 2 * self.each * tokens * layout.context * self.dims.key / layout.tensor
         gathered = context.gather(keys)
         launch = self.software.collective_launch * (layout.tensor > 1) * (2 if layout.sequence_parallel else 1)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
-from steelyard.planning import layout_space, memory_fit
+from steelyard.planning import layout_space, memory_fit, partition
 from steelyard.planning.candidates import Candidates, MeshCandidate, Plan, SearchResult, weight
 from steelyard.planning.cluster import Cluster, Placement
 from steelyard.planning.layout import Layout, lacking, of_recipe
@@ -241,7 +241,10 @@ class _Search:
 
     def _keep(self, mesh: MeshCandidate, layout: Layout, quick: bool) -> None:
         if quick:
-            layout = self.candidates.refined(layout)
+            bound = self.candidates.step(layout).bound(self.recipe.model.layers) * self._weight_of(layout.placement)
+            if self._is_beaten(bound, mesh.use.counts):
+                return
+            layout = self.candidates.refined(layout, partition.QUICKLY)
         seconds = self.candidates.step(layout).seconds(layout.partition, settled=True)
         value = seconds * self._weight_of(layout.placement)
         key = (mesh.use, mesh.tensor, mesh.context, mesh.micro_batch, mesh.pipeline, mesh.data, mesh.expert)

@@ -142,7 +142,10 @@ def guesses(found: list[dict[str, Any]]) -> list[str]:
         "its name in the catalogue"
         for entry in unknown
     ]
-    return [*found_guesses, "links: 12.5 GB/s over RDMA between all nodes is a guess; Slurm does not report the network"]
+    return [
+        *found_guesses,
+        "links: 12.5 GB/s over RDMA between all nodes is a guess; Slurm does not report the network",
+    ]
 
 
 def as_toml(found: list[dict[str, Any]]) -> str:

@@ -1,6 +1,7 @@
 """Measured layers take the place of reckoned ones."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -56,7 +57,7 @@ def test_measured_rates_and_links_take_the_catalogues_place(recipe):
     ring = predictor.step(chosen := layout([("cpu", 1)], (2,), data=2)).table.rings[0]
     assert (ring.bandwidth, ring.latency) == (pytest.approx(0.5e9), pytest.approx(30e-6))
     gpu = profile.calibrated(machines.gpu_by_type["cpu"], recipe.train.precision)
-    work = Work.of(recipe, gpu, STEELYARD, 1, (1, 1, False))
+    work = Work.of(recipe, gpu, replace(STEELYARD, product_share=1.0), 1, (1, 1, False))
     assert (work.rate, work.bandwidth) == (pytest.approx(0.01e12), pytest.approx(2e9))
     reported = cluster(("cpu", 1, 2), intra_GBps=7.0)  # What the file says is believed.
     assert Predictor(recipe, reported, profiles=[profile]).step(chosen).table.rings[0].bandwidth > 1e9
