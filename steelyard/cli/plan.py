@@ -162,7 +162,9 @@ def plan(
         found = search(recipe, machines, wanted.value, top, None, program, measured, imbalance)
     text = plan_report.as_text(recipe, machines, found, budget, excluded, program)
     if not found.plans:
-        why = f"; for example: {found.excluded[0][1]}" if found.excluded else ""
+        why = ""
+        if found.nearest is not None:
+            why = f"; the nearest miss is {plan_report.shown(found.nearest[1])}: {found.nearest[2]}"
         raise RuntimeFailure(
             f"no layout of {recipe.name} fits {cluster}: {found.looked_at} layouts were tried{why}",
             hint="use more or larger GPUs, a shorter data.sequence_length, or --set optim.offload=true",

@@ -281,7 +281,9 @@ def _refuse(cluster: Cluster, places: dict[str, str]) -> None:
             raise UserError(
                 f"the GPU {nodes.gpu} is not known",
                 where=places.get(f"nodes.{number}.gpu"),
-                hint=f"describe it in a [[gpus]] table, or use one of {known}",
+                hint="describe it in a [[gpus]] table: memory_gib, the dense TFLOP/s of train.precision (bf16, fp16, "
+                "fp8 or fp32) and bandwidth_gb of its memory are needed; sustained (`steelyard plan profile` measures "
+                f"it), link_gb, units and watts make the plan better. Or use one of {known}",
             )
     for number, gpu in enumerate(cluster.gpus):
         if gpu.name in [each.name for each in cluster.gpus[:number]]:

@@ -122,6 +122,12 @@ def usable(memory: int) -> int:
     return memory - min(RESERVED, memory // 8)
 
 
+def lacking(found: list[Room]) -> int:
+    """Bytes that the fullest rank, or a node's host memory, has too few."""
+    hosts = [room.host - room.host_usable for room in found if room.host_usable is not None]
+    return max([room.memory.total - room.usable for room in found] + hosts)
+
+
 def reason(found: list[Room]) -> str | None:
     """Why a layout does not fit; None if it fits."""
     room = max(found, key=lambda room: room.memory.total - room.usable)
@@ -135,8 +141,9 @@ def reason(found: list[Room]) -> str | None:
         return None
     kind, most = max(room.memory.by_kind().items(), key=lambda item: item[1])
     return (
-        f"pipeline rank {room.rank} needs {units.size(room.memory.total)}, but {room.gpu} has "
-        f"{units.size(room.usable)}; the largest part is {kind.replace('_', ' ')} ({units.size(most)})"
+        f"{units.size(room.memory.total - room.usable)} too much: pipeline rank {room.rank} needs "
+        f"{units.size(room.memory.total)}, but {room.gpu} has {units.size(room.usable)}; the largest part is "
+        f"{kind.replace('_', ' ')} ({units.size(most)})"
     )
 
 

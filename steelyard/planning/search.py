@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
 from steelyard.planning import layout_space, memory_fit, partition
-from steelyard.planning.candidates import Candidates, MeshCandidate, Plan, SearchResult, weight
+from steelyard.planning.candidates import Candidates, MeshCandidate, Plan, SearchResult, plan_of, weight
 from steelyard.planning.cluster import Cluster, Placement
 from steelyard.planning.layout import Layout, lacking, of_recipe
 from steelyard.planning.layout_space import SearchLimits, Use
@@ -76,10 +76,11 @@ def given(
     _refuse_for_megatron(recipe, software)
     layout = of_recipe(recipe, cluster, short=software is MEGATRON)
     predictor = Predictor.of_layout(recipe, cluster, layout, software, profiles, imbalance)
-    why = memory_fit.reason(memory_fit.rooms(predictor, layout))
-    price, watts = cluster.price_hour(layout.placement), cluster.watts(layout.placement)
-    plan = Plan(layout, predictor.parts(layout), price, watts)
-    return SearchResult([plan], [] if why is None else [(layout, why)], 1)
+    found = SearchResult([plan_of(predictor, layout)], looked_at=1)
+    rooms = memory_fit.rooms(predictor, layout)
+    if memory_fit.reason(rooms) is not None:
+        found.exclude(layout, rooms)
+    return found
 
 
 def _refuse_for_megatron(recipe: Recipe, software: Software) -> None:
