@@ -52,7 +52,7 @@ class Case:
             layouts = [replace(staged.at(rank, self.recipe), sequence_parallel=self.layout.sequence_parallel)
                        for rank in range(self.layout.pipeline)]  # fmt: skip
         ranks = [memory_fit.memories_of(predictor, each, [rank])[0].total for rank, each in enumerate(layouts)]
-        return max(ranks) + (beside(self.cluster) if self.device else 0)
+        return max(ranks) + (memory_fit.outside_pytorch(self.cluster) if self.device else 0)
 
     def predicted(self) -> float:
         """Predicted seconds."""
@@ -324,12 +324,3 @@ def cases(folder: Path) -> list[Case]:
         *own_engine(),
     ]
 
-
-# Bytes that the driver counts in addition to PyTorch's: the context, loaded kernels, and NCCL's buffers, which are
-# larger with NVLink's many channels. Fitted on Sailor's eight runs on two clusters.
-BESIDE, BESIDE_ON_NVLINK = 2.65 * 2**30, 4.65 * 2**30
-
-
-def beside(here: Cluster) -> float:
-    """Bytes of a process on a GPU in addition to PyTorch's memory."""
-    return BESIDE_ON_NVLINK if any(here.inside(nodes).bandwidth > 64e9 for nodes in here.nodes) else BESIDE

@@ -21,7 +21,10 @@ from measured_steps import Case, cases
 from scipy.optimize import least_squares
 
 from steelyard.planning import cluster, communication, compute
+from steelyard.planning.predict import Predictor
 from steelyard.planning.software import ASYNC_TP, DEEPSPEED, MEGATRON, STEELYARD, TORCHTITAN, Software
+from steelyard.planning.step import Parts
+from steelyard.planning.uncertainty import range_of
 
 # Shares of the fit. Cases of a set divide the set's share, so that large sets do not decide alone.
 SHARES = {"vtrain single": 12, "vtrain multi": 4, "amp t4": 1.5, "amp v100+t4": 2.5, "sailor gh200": 1,
@@ -158,11 +161,30 @@ def held_out(found: list[Case], everything: Values) -> list[dict[str, object]]:
             kinds = {case.software.scores for case in out}
             rest = [case for case in found if group_of(case) != group and case.software.scores in kinds]
             values = fit(rest, everything)
-            for case, seconds in zip(out, predicted(values, out), strict=True):
-                rows.append({"way": way, "group": group, "set": case.set, "case": case.name, "gpu": gpus(case),
-                             "tensor": case.layout.tensor, "measured": case.measured, "predicted": seconds})  # fmt: skip
+            rows += [
+                {"way": way, "group": group, "set": case.set, "case": case.name, "tensor": case.layout.tensor,
+                 "measured": case.measured, "predicted": seconds, "spread": spread(case, values)}
+                for case, seconds in zip(out, predicted(values, out), strict=True)
+            ]  # fmt: skip
             print(f"  {way:12} {group:16} {len(out):4} {_error(rows[-len(out) :])}", flush=True)
     return rows
+
+
+def spread(case: Case, values: Values) -> float:
+    """The logarithm of the upper end of the 80% range of a prediction, relative to the prediction."""
+    predictor = Predictor(case.recipe, case.cluster, with_values(case.software, values))
+    parts = predictor.parts(case.layout) if not case.widths else Parts(case.measured, *(0.0,) * 6)
+    return float(np.log(range_of(case.cluster, {}, case.layout, parts).high / parts.total))
+
+
+def coverage(rows: list[dict[str, object]]) -> str:
+    """The share of cases inside their range, and the median half width of the ranges."""
+    off = [abs(np.log(float(row["predicted"]) / float(row["measured"]))) for row in rows]
+    widths = [float(row["spread"]) for row in rows]
+    inside = np.mean([each <= width for each, width in zip(off, widths, strict=True)])
+    return (
+        f"{100 * inside:5.1f}% of {len(rows)} in their range, median width {100 * (np.exp(np.median(widths)) - 1):.1f}%"
+    )
 
 
 def _error(rows: list[dict[str, object]]) -> str:
@@ -190,6 +212,12 @@ def main() -> None:
         print(f"{name:16} shipped {_error(shipped)}", *(
             f"| {way} {_error([row for row in rows if row['set'] == name and row['way'] == way])}" for way in GROUPS
         ))  # fmt: skip
+    print("\nout-of-group coverage of the 80% range")
+    for way in GROUPS:
+        print(f"{way:16} {coverage([row for row in rows if row['way'] == way])}")
+    for name in dict.fromkeys(case.set for case in found):
+        if len(named := [row for row in rows if row["set"] == name]) >= 4 * 20:  # Each case counts in four ways.
+            print(f"{name:16} {coverage(named)}")
     if options.out is not None:
         options.out.write_text(json.dumps(rows, indent=1))
 

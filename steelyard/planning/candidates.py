@@ -153,6 +153,14 @@ class Candidates:
         }
         self.layers: dict[tuple[str, int, int, int, bool], float] = {}
         self.bounds: dict[MeshCandidate, float] = {}
+        self.allowed: dict[tuple[int, int, int], bool] = {}
+
+    def allows(self, tensor: int, context: int, pipeline: int) -> bool:
+        """Whether the recipe's validators allow this mesh."""
+        key = (tensor, context, pipeline)
+        if key not in self.allowed:
+            self.allowed[key] = layout_space.agrees(self.recipe, *key)
+        return self.allowed[key]
 
     def predictor(self, layout: Layout) -> Predictor:
         """The predictor for the software as it runs the layout."""

@@ -129,16 +129,13 @@ def _ranking(recipe: Recipe, found: SearchResult, tokens: int) -> str:
         dollars = "" if figures["dollars"] is None else f"{figures['dollars']:,.0f}"
         nodes = " ".join(figures["placement"])
         rows.append(
-            [str(number), f"{plan.seconds:.3f}", f"{plan.range.low:.3g} to {plan.range.high:.3g}", units.count(figures["tokens_per_second"]), _days(figures["days"]),
-             dollars,
+            [str(number), f"{plan.seconds:.3f}", f"{plan.range.low:.3g} to {plan.range.high:.3g}",
+             units.count(figures["tokens_per_second"]), _days(figures["days"]), dollars,
              str(plan.layout.world), shown(plan.layout), nodes]
         )  # fmt: skip
     ties = [str(number) for number, plan in enumerate(found.plans, 1) if plan.range.overlaps(found.plans[0].range)]
-    if len(ties) < 2:
-        return table(rows)
-    return (
-        f"{table(rows)}\n\nplans {', '.join(ties)} are ties: their ranges overlap, so runs may order them differently"
-    )
+    note = f"plans {', '.join(ties)} are ties: their ranges overlap, so runs may order them differently"
+    return table(rows) + (f"\n\n{note}" if len(ties) > 1 else "")
 
 
 def _doubts(recipe: Recipe, cluster: Cluster, plan: Plan) -> str:

@@ -162,7 +162,7 @@ class _Search:
         choices: list[tuple[float, int, Callable[[], None]]] = []
         for tensor in layout_space.tensors(self.recipe, self.cluster, use, self.limits):
             for context in layout_space.contexts(self.recipe, self.limits):
-                if use.ranks % (tensor * context) or not layout_space.agrees(self.recipe, tensor, context, 1):
+                if use.ranks % (tensor * context) or not self.candidates.allows(tensor, context, 1):
                     continue
                 for micro_batch in layout_space.micro_batches(self.recipe, self.limits):
                     each = {
@@ -185,7 +185,7 @@ class _Search:
         batch = self.recipe.train.global_batch // micro_batch
         divided = layout_space.batch_divisor(self.recipe) // micro_batch
         for pipeline, data in layout_space.meshes(use.ranks // (tensor * context), divided, layers):
-            if not layout_space.agrees(self.recipe, tensor, context, pipeline):
+            if not self.candidates.allows(tensor, context, pipeline):
                 continue
             schedules = layout_space.schedules(self.recipe, pipeline, batch // data, self.limits)
             deepest = max((virtual for _, virtual in schedules), default=0)

@@ -160,7 +160,7 @@ class StepCost:
         free = (0.0,) * len(table.send)
         self.send = free if table.waits_to_send else table.send
         self.receive = table.send if table.waits_to_send and table.waits_to_receive else ()
-        # Results that a search asks for thousands of times: passes by stage and layers, what follows by rank and layers.
+        # A search asks for these thousands of times: passes by stage and layers, and what follows by rank and layers.
         self._stages: list[dict[int, tuple[float, float, float]]] = [{} for _ in range(table.pipeline * table.virtual)]
         self._after: dict[tuple[int, int], tuple[float, float]] = {}
 
