@@ -323,4 +323,3 @@ def cases(folder: Path) -> list[Case]:
         *torchtitan(folder),
         *own_engine(),
     ]
-

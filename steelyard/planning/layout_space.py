@@ -17,6 +17,7 @@ from steelyard.core.recipe.parallel_section import ParallelSection
 from steelyard.planning.cluster import Cluster, Placement
 from steelyard.planning.software import MEGATRON, Software
 
+UNLIMITED = 100_000
 MOST_ARRANGEMENTS = 64
 MOST_USES = 512  # With more sets of nodes than this, only round numbers of nodes are tried.
 LEAST_CONTEXT = 2048  # Minimum tokens per context rank; with fewer, communication dominates.
@@ -41,9 +42,9 @@ class SearchLimits:
     """Whether 1F1B may have fewer micro-batches than pipeline ranks."""
     subsets: bool = True
     """Whether nodes may stay idle."""
-    uses: int = 100_000
+    uses: int = UNLIMITED
     """Maximum number of node sets to evaluate, the most promising first."""
-    meshes: int = 100_000
+    meshes: int = UNLIMITED
     """Maximum number of meshes to finish, the most promising first."""
 
 

@@ -16,13 +16,14 @@ from functools import partial
 from itertools import count, product
 from typing import TYPE_CHECKING
 
+from steelyard.core.console import console
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
 from steelyard.planning import layout_space, memory_fit, partition
 from steelyard.planning.candidates import Candidates, MeshCandidate, Plan, SearchResult, plan_of, weight
 from steelyard.planning.cluster import Cluster, Placement
 from steelyard.planning.layout import Layout, lacking, of_recipe
-from steelyard.planning.layout_space import SearchLimits, Use
+from steelyard.planning.layout_space import UNLIMITED, SearchLimits, Use
 from steelyard.planning.predict import Predictor
 from steelyard.planning.software import MEGATRON, STEELYARD, Software
 
@@ -117,11 +118,16 @@ class _Search:
             for bound, _, go_on in choices:
                 self._push(bound, go_on)
         self.found.complete = whole and len(opened) <= self.limits.uses
-        while self.queue and self.finished < self.limits.meshes:
-            bound, _, go_on = heapq.heappop(self.queue)
-            if bound >= self.limit:
-                break
-            go_on()
+        with console.progress(
+            "searching", self.limits.meshes if self.limits.meshes < UNLIMITED else 0, "meshes"
+        ) as bar:
+            while self.queue and self.finished < self.limits.meshes:
+                bound, _, go_on = heapq.heappop(self.queue)
+                if bound >= self.limit:
+                    break
+                before = self.finished
+                go_on()
+                bar.advance(max(0.0, self.finished - before))
         self.found.complete &= self.finished < self.limits.meshes
         kept = sorted(self.best.values(), key=lambda entry: entry[:2])
         if self.objective == "pareto":
