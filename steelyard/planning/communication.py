@@ -14,8 +14,8 @@ from steelyard.planning.cluster import Cluster, Wire
 from steelyard.planning.layout import Seat
 
 # Share of a link's bandwidth that large messages reach. Sockets copy through the hosts' memory and kernels.
-REACHED = {"nvlink": 0.7, "pcie": 0.76, "rdma": 0.92, "tcp": 0.35}
-BASE_LATENCY = 27e-6  # of every collective
+REACHED = {"nvlink": 0.72, "pcie": 0.75, "rdma": 0.93, "tcp": 0.335}
+BASE_LATENCY = 15e-6  # of every collective
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,10 @@ from steelyard.sizes.gpu_catalogue import Gpu
 
 # Rows and columns of a tile, and the share of the sustained rate that it reaches: small tiles load more per FLOP.
 TILES = ((256, 128, 1.0), (128, 128, 0.95), (128, 64, 0.8), (64, 64, 0.65))
-RAMP = 79  # The prologue and epilogue of a tile cost as much as this many steps of the inner dimension.
+RAMP = 70  # The prologue and epilogue of a tile cost as much as this many steps of the inner dimension.
 MEMORY_SHARE = 0.9  # share of the data sheet's bandwidth that kernels reach: copies on the H200, 4.3 of 4.8 TB/s
 FLASH_SHARE = 0.57  # share of the sustained rate that flash attention reaches: softmax runs between its products
-BATCHED_SHARE = 0.56  # the same for the batched products of attention that writes its scores to memory
+BATCHED_SHARE = 0.55  # the same for the batched products of attention that writes its scores to memory
 # Share of `sustained` that products of other inputs reach, published for the H200: 1453 of 1979 TFLOP/s in fp8
 # (ml-engineering, as in the catalogue), and in TF32 about four fifths, because a value has twice the bytes.
 NARROW, TF32 = 0.92, 0.8
@@ -32,7 +32,7 @@ NARROW, TF32 = 0.92, 0.8
 # to gather tokens, to bring outputs into the order of tokens, to weight and sum them; and to sort received slots.
 SLOT_PASSES, EXCHANGE_PASSES = 8, 4
 EXPERT_KERNELS = 30  # of routing, sorting and statistics in a forward pass, counted there too
-OVERLAP = 5.5  # Host and GPU overlap with some waiting: their time is the p-norm of both with this p.
+OVERLAP = 4.2  # Host and GPU overlap with some waiting: their time is the p-norm of both with this p.
 
 
 @dataclass(frozen=True)
