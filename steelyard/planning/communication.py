@@ -16,6 +16,7 @@ from steelyard.planning.layout import Seat
 # Share of a link's bandwidth that large messages reach. Sockets copy through the hosts' memory and kernels.
 REACHED = {"nvlink": 0.72, "pcie": 0.75, "rdma": 0.93, "tcp": 0.335}
 BASE_LATENCY = 15e-6  # of every collective
+FREE = 1e14  # Bytes per second from which a link costs nothing: `measured_ranks` predicts compute alone.
 
 
 @dataclass(frozen=True)
@@ -28,11 +29,11 @@ class Ring:
 
     def all_reduce(self, bytes_: float) -> float:
         """Seconds of an all-reduce of `bytes_` bytes."""
-        return 2 * self.gather(bytes_) - (BASE_LATENCY if self.ranks > 1 else 0.0)
+        return max(0.0, 2 * self.gather(bytes_) - (BASE_LATENCY if self.ranks > 1 else 0.0))
 
     def gather(self, bytes_: float) -> float:
         """Seconds of an all-gather to, or a reduce-scatter of, `bytes_` bytes."""
-        if self.ranks == 1:
+        if self.ranks == 1 or self.bandwidth >= FREE:
             return 0.0
         hops = self.ranks - 1
         return BASE_LATENCY + hops / self.ranks * bytes_ / self.bandwidth + hops * self.latency

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 DAY = 86_400
 COLOURS = {"forward": "#4c78a8", "backward": "#f58518", "weights": "#54a24b"}
 EVIDENCE = {
-    "measured": "its layers are measured on this GPU",
+    "measured": "its layers or ranks are measured on this GPU",
     "calibrated": "the model is calibrated on published runs",
     "extrapolated": "the rate of a GPU is extrapolated",
     "default": "a link is assumed: the cluster file does not give it",

@@ -65,7 +65,8 @@ def range_of(cluster: Cluster, profiles: Mapping[str, Profile], layout: Layout, 
 
 def _gpu_evidence(cluster: Cluster, nodes: Nodes, profiles: Mapping[str, Profile]) -> str:
     gpu = cluster.gpu_of(nodes)
-    if gpu.name in profiles:
+    evidence = cluster.evidence
+    if gpu.name in profiles or gpu.name in evidence.site or any(key.gpu == gpu.name for key in evidence.work):
         return "measured"
     known = gpu.evidence[0] in ("measured", "published") or (
         gpu.evidence[0] == "given" and _gives_share(cluster, nodes)
