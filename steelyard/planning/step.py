@@ -212,10 +212,8 @@ class StepCost:
 
     def after(self, counts: tuple[int, ...], times: Times, rank: int) -> tuple[float, float]:
         """Seconds of a pipeline rank after its last backward pass: gradient reduction, and the optimizer update."""
-        if self.table.pipeline == 1:
-            return self._after_passes(counts, times, rank)
         key = (rank, sum(counts[rank :: self.table.pipeline]))
-        if key not in self._after:
+        if self.table.pipeline == 1 or key not in self._after:
             self._after[key] = self._after_passes(counts, times, rank)
         return self._after[key]
 
@@ -293,7 +291,8 @@ class StepCost:
         ways = virtual if virtual == 1 else 2 * virtual  # A rank's first stage may hold less than its share.
         late = table.schedule == "zero-bubble"
         ways *= 3 if late else 1  # Only the forward pass, about a third of the work, must come before.
-        known = {kind: (table.stages[rank].layer.least, self._layer_after(rank)) for rank, kind in _first(kinds)}
+        firsts = [(kinds.index(kind), kind) for kind in set(kinds)]
+        known = {kind: (table.stages[rank].layer.least, self._layer_after(rank)) for rank, kind in firsts}
         behind, weights = 0.0, [0.0] * len(kinds)
         for rank in range(len(kinds) - 1, -1, -1):
             each, after = known[kinds[rank]]
@@ -348,8 +347,3 @@ class StepCost:
             overhead=table.overhead,
             expert=expert,
         )
-
-
-def _first(kinds: tuple[int, ...]) -> list[tuple[int, int]]:
-    """The first rank of each kind."""
-    return [(kinds.index(kind), kind) for kind in set(kinds)]
