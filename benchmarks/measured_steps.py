@@ -15,12 +15,12 @@ from typing import Any
 
 from staged_steps import StagedLayout, Width, staged_step
 
-from steelyard.core.recipe import Recipe
+from steelyard.core.recipe import Recipe, load_recipe
 from steelyard.planning import memory_fit
 from steelyard.planning.cluster import Cluster
 from steelyard.planning.layout import Layout
 from steelyard.planning.predict import Predictor
-from steelyard.planning.software import DEEPSPEED, EAGER, MEGATRON, TORCHTITAN, Software
+from steelyard.planning.software import ASYNC_TP, DEEPSPEED, MEGATRON, STEELYARD, TORCHTITAN, TORCHTITAN_EAGER, Software
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Case:
             layouts = [replace(staged.at(rank, self.recipe), sequence_parallel=self.layout.sequence_parallel)
                        for rank in range(self.layout.pipeline)]  # fmt: skip
         ranks = [memory_fit.memories_of(predictor, each, [rank])[0].total for rank, each in enumerate(layouts)]
-        return max(ranks) + (beside(self.cluster) if self.device else 0)
+        return max(ranks) + (memory_fit.outside_pytorch(self.cluster) if self.device else 0)
 
     def predicted(self) -> float:
         """Predicted seconds."""
@@ -102,9 +102,9 @@ def even(layers: int, stages: int) -> tuple[int, ...]:
     return tuple(layers // stages + (stage < layers % stages) for stage in range(stages))
 
 
-def cluster(nodes: list[dict[str, Any]], network: float, latency: float = 5.0, **more: Any) -> Cluster:
+def cluster(nodes: list[dict[str, Any]], network: float, transport: str = "rdma", **more: Any) -> Cluster:
     """A cluster with one network."""
-    links = [{"between": ["*", "*"], "GBps": network, "latency_us": latency}]
+    links = [{"between": ["*", "*"], "GBps": network, "transport": transport}]
     return Cluster.model_validate({"nodes": nodes, "links": links} | more)
 
 
@@ -159,6 +159,21 @@ def korthikanti(folder: Path) -> Iterator[Case]:
         )  # fmt: skip
 
 
+def own_engine() -> Iterator[Case]:
+    """This engine on one H200 (docs/benchmarks.md, `train_speed.py`)."""
+    for name, precision, batch, measured in (
+        ("llama3.2-1b", "bf16", 4, 0.2493), ("llama3.2-1b", "fp8", 4, 0.2153), ("gpt2-small", "bf16", 64, 0.1153)
+    ):  # fmt: skip
+        overrides = [f"train.micro_batch={batch}", f"train.global_batch={batch}", f"train.precision={precision}"]
+        recipe = load_recipe(name, overrides)
+        yield Case(
+            "own engine", f"{name} {precision}", f"{name} {precision}", measured, recipe,
+            cluster([{"type": "h200", "count": 1, "gpu": "h200", "gpus": 1}], 50.0),
+            layout(1, 1, 1, batch, (recipe.model.layers,), [("h200", 1)]),
+            STEELYARD,
+        )  # fmt: skip
+
+
 def fasops_cluster() -> Iterator[Case]:
     """GPT2-XL on 8 nodes of 4 A10, from FASOP's README."""
     nodes = [{"type": "a10", "count": 8, "gpu": "a10", "gpus": 4}]
@@ -194,7 +209,7 @@ def amp(folder: Path) -> Iterator[Case]:
             Cluster.model_validate({"nodes": [v100, t4] if mixed else [t4], "links": links}),
             layout(tensor, data, pipeline, int(row["micro_batch"]), tuple(counts),
                    [("v100", 3), ("t4", 1)] if mixed else [("t4", 4)], recompute="full"),
-            MEGATRON,
+            DEEPSPEED,
         )  # fmt: skip
 
 
@@ -206,7 +221,10 @@ RTX = {"RTX-3090": "rtx3090", "RTX-2080": "rtx2080", "Titan-RTX": "titan-rtx", "
 
 
 def sailor(folder: Path) -> Iterator[Case]:
-    """GH200 nodes of four, and nodes of eight RTX cards. Layer counts include embedding and head."""
+    """GH200 nodes of four with a 200 Gbit/s Slingshot card per GPU, and nodes of eight RTX cards.
+
+    Layer counts include embedding and head. The links of the RTX nodes are not published: the planner's defaults.
+    """
     for row in rows(folder / "sailor_validation_measured.csv"):
         counts = [int(n) for n in row["layers_per_stage"].split("-")]
         counts[0] -= 1
@@ -230,8 +248,7 @@ def sailor(folder: Path) -> Iterator[Case]:
         tensor, data = max(width.tensor for width in widths), widest
         kinds = {(RTX[each[1]], int(each[2])) for stage in stages for each in stage}
         gh200 = row["cluster"].startswith("clariden")
-        nodes = [{"type": f"{kind}-{gpus}", "count": 64, "gpu": kind, "gpus": gpus, "intra_GBps": inside(kind, gpus)}
-                 for kind, gpus in kinds]  # fmt: skip
+        nodes = [{"type": f"{kind}-{gpus}", "count": 64, "gpu": kind, "gpus": gpus} for kind, gpus in kinds]
         yield Case(
             "sailor gh200" if gh200 else "sailor rtx",
             f"{name} {row['stage_devices'].count('x')} x TP{tensor} dp{data} pp{len(stages)} mbs{row['micro_batch']}",
@@ -239,7 +256,7 @@ def sailor(folder: Path) -> Iterator[Case]:
             float(row["measured_iter_s"]),
             gpt(layers, hidden, heads, 2048, int(row["global_batch"]), vocab=vocab, precision="fp32", tied=False,
                 dropout=0.1 if name == "GPT-Neo-2.7B" else 0.0),
-            cluster(nodes, 25.0) if gh200 else cluster(nodes, ETHERNET, 50.0),
+            cluster(nodes, 100.0) if gh200 else Cluster.model_validate({"nodes": nodes}),
             layout(tensor, data, len(stages), int(row["micro_batch"]), tuple(counts),
                    [(f"{RTX[each[1]]}-{each[2]}", 1) for stage in stages for each in stage]),
             SAILORS[name],
@@ -249,20 +266,6 @@ def sailor(folder: Path) -> Iterator[Case]:
         )  # fmt: skip
 
 
-# GB/s between GPUs of Sailor's nodes, and of the RTX nodes' Ethernet. These are fitted, since the sources do not give
-# them. RTX cards communicate through the host; with up to four GPUs per node the bandwidth is doubled.
-NVLINK, PCIE, ETHERNET = 135.0, 3.75, 0.55
-
-
-def inside(kind: str, gpus: int) -> float:
-    """GB/s between GPUs of one of Sailor's nodes."""
-    return NVLINK if kind == "gh200-96" else PCIE * (2 if gpus <= 4 else 1)
-
-
-# The 500 W H100, which sustains a smaller share of the same peak; the share is fitted.
-H100_500W = {"name": "h100-500w", "memory_gib": 94.0, "fp32": 67.0, "tf32": 494.0, "fp16": 989.0, "bf16": 989.0,
-             "fp8": 1979.0,
-             "bandwidth_gb": 2400.0, "units": 132, "watts": 500.0, "link_gb": 450.0, "sustained": 0.45}  # fmt: skip
 LLAMA = {"8B": (32, 4096, 32, 8, 14336), "70B": (80, 8192, 64, 8, 28672), "405B": (126, 16384, 128, 8, 53248)}
 
 
@@ -293,7 +296,7 @@ def torchtitan(folder: Path) -> Iterator[Case]:
             f"{row['model']} {gpus} {length}",
             tokens / float(row["tokens_per_s_per_gpu"]),
             recipe,
-            cluster([{"type": "h100", "count": gpus // 8, "gpu": "h100-500w", "gpus": 8}], 400.0, gpus=[H100_500W]),
+            cluster([{"type": "h100", "count": gpus // 8, "gpu": "h100-96", "gpus": 8}], 400.0),
             layout(tensor, data, pipeline, micro, even(layers, pipeline * virtual), [("h100", gpus // 8)],
                    context=context, zero=3, virtual=virtual, schedule="interleaved" if virtual > 1 else "1f1b",
                    recompute=recompute, sequence_parallel=tensor > 1),
@@ -304,12 +307,9 @@ def torchtitan(folder: Path) -> Iterator[Case]:
 
 def titan(technique: str) -> Software:
     """TorchTitan as in a row of its tables: layers are compiled, except where only FSDP is listed."""
-    found = TORCHTITAN
-    if technique == "FSDP":
-        found = replace(
-            found, stream_passes=EAGER.stream_passes, inner_passes=EAGER.inner_passes, kernels=EAGER.kernels
-        )
-    return replace(found, hides_exchange=re.search(r"async ?tp", technique, re.IGNORECASE) is not None)
+    found = TORCHTITAN_EAGER if technique == "FSDP" else TORCHTITAN
+    overlaps = re.search(r"async ?tp", technique, re.IGNORECASE) is not None
+    return replace(found, exposed_exchange=ASYNC_TP) if overlaps else found
 
 
 def cases(folder: Path) -> list[Case]:
@@ -321,14 +321,5 @@ def cases(folder: Path) -> list[Case]:
         *amp(folder),
         *sailor(folder),
         *torchtitan(folder),
+        *own_engine(),
     ]
-
-
-# Bytes that the driver counts in addition to PyTorch's: the context, loaded kernels, and NCCL's buffers, which are
-# larger with NVLink's many channels. Fitted on Sailor's eight runs on two clusters.
-BESIDE, BESIDE_ON_NVLINK = 2.65 * 2**30, 4.65 * 2**30
-
-
-def beside(here: Cluster) -> float:
-    """Bytes of a process on a GPU in addition to PyTorch's memory."""
-    return BESIDE_ON_NVLINK if any(here.inside(nodes).bandwidth > 64e9 for nodes in here.nodes) else BESIDE

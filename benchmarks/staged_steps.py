@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from steelyard.core.recipe import Recipe
 from steelyard.planning.cluster import Cluster
-from steelyard.planning.communication import LINK_SHARE, group, reached
+from steelyard.planning.communication import group, reached
 from steelyard.planning.layout import Layout, Seat, Seats
 from steelyard.planning.predict import Predictor
 from steelyard.planning.step import StepCost
@@ -101,6 +101,6 @@ def _exchange(cluster: Cluster, one: Seat, other: Seat, sent: float, received: f
     """
     if one.node == other.node:
         wire = cluster.inside(one.nodes)
-        return messages * wire.latency + max(sent, received) / (wire.bandwidth * LINK_SHARE)
+        return messages * wire.latency + max(sent, received) / reached(wire)
     wire = cluster.wire(one.nodes, other.nodes)
     return messages * wire.latency + max(sent * one.ranks, received * other.ranks) / reached(wire)

@@ -36,6 +36,7 @@ class Program(StrEnum):
 
     steelyard = "steelyard"
     megatron = "megatron"
+    torchtitan = "torchtitan"
 
 
 ModelOption = Annotated[
@@ -74,7 +75,7 @@ def plan(
     ] = False,
     given: Annotated[bool, typer.Option("--given", help="Predict the layout in the recipe, without a search.")] = False,
     software: Annotated[
-        Program, typer.Option(help="The training program; megatron: Megatron-LM of 2021 to 2023.")
+        Program, typer.Option(help="The training program to predict; megatron: Megatron-LM of 2021 to 2023.")
     ] = Program.steelyard,
     tokens: Annotated[str | None, typer.Option(metavar="N", help="Token budget, such as 300B.")] = None,
     profiles: Annotated[
@@ -161,7 +162,9 @@ def plan(
         found = search(recipe, machines, wanted.value, top, None, program, measured, imbalance)
     text = plan_report.as_text(recipe, machines, found, budget, excluded, program)
     if not found.plans:
-        why = f"; for example: {found.excluded[0][1]}" if found.excluded else ""
+        why = ""
+        if found.nearest is not None:
+            why = f"; the nearest miss is {plan_report.shown(found.nearest[1])}: {found.nearest[2]}"
         raise RuntimeFailure(
             f"no layout of {recipe.name} fits {cluster}: {found.looked_at} layouts were tried{why}",
             hint="use more or larger GPUs, a shorter data.sequence_length, or --set optim.offload=true",

@@ -23,6 +23,7 @@ from steelyard.planning.layout_space import SearchLimits, Use, Variant
 from steelyard.planning.predict import Predictor
 from steelyard.planning.software import Software, as_run
 from steelyard.planning.step import Parts, StepCost
+from steelyard.planning.uncertainty import Range, range_of
 
 if TYPE_CHECKING:
     from steelyard.planning.measured_layers import Profile
@@ -43,6 +44,8 @@ class Plan:
     parts: Parts
     price_hour: float | None
     watts: float | None
+    range: Range
+    """The 80% range of the step time."""
 
     @property
     def seconds(self) -> float:
@@ -52,6 +55,13 @@ class Plan:
     def value(self, objective: str) -> float:
         """The number that the objective minimizes."""
         return self.seconds * weight(objective, self.price_hour, self.watts)
+
+
+def plan_of(predictor: Predictor, layout: Layout) -> Plan:
+    """A layout with its prediction."""
+    cluster, parts = predictor.cluster, predictor.parts(layout)
+    price, watts = cluster.price_hour(layout.placement), cluster.watts(layout.placement)
+    return Plan(layout, parts, price, watts, range_of(cluster, predictor.profiles, layout, parts))
 
 
 @dataclass
@@ -67,6 +77,15 @@ class SearchResult:
     """Layouts that these represent."""
     complete: bool = True
     """Whether no layout that might be better was skipped."""
+    nearest: tuple[int, Layout, str] | None = None
+    """Of the layouts that do not fit, the one that lacks the fewest bytes, and the reason."""
+
+    def exclude(self, layout: Layout, rooms: list[memory_fit.Room]) -> None:
+        """Record a layout that does not fit."""
+        why, lacks = memory_fit.reason(rooms) or "", memory_fit.lacking(rooms)
+        self.excluded.append((layout, why))
+        if self.nearest is None or lacks < self.nearest[0]:
+            self.nearest = (lacks, layout, why)
 
 
 @dataclass(frozen=True)
@@ -134,6 +153,14 @@ class Candidates:
         }
         self.layers: dict[tuple[str, int, int, int, bool], float] = {}
         self.bounds: dict[MeshCandidate, float] = {}
+        self.allowed: dict[tuple[int, int, int], bool] = {}
+
+    def allows(self, tensor: int, context: int, pipeline: int) -> bool:
+        """Whether the recipe's validators allow this mesh."""
+        key = (tensor, context, pipeline)
+        if key not in self.allowed:
+            self.allowed[key] = layout_space.agrees(self.recipe, *key)
+        return self.allowed[key]
 
     def predictor(self, layout: Layout) -> Predictor:
         """The predictor for the software as it runs the layout."""
@@ -148,17 +175,16 @@ class Candidates:
         assign = partition.evenly if self.limits.even else partition.by_time
         return assign(self.predictor(layout), layout, self.recipe.model.layers)
 
-    def refined(self, layout: Layout) -> Layout:
-        """The layout with its partition improved by moving single layers."""
+    def refined(self, layout: Layout, passes: int = partition.FULLY) -> Layout:
+        """The layout with its partition improved by moving single layers, with about that many simulated passes."""
         if self.limits.even:
             return layout
-        return partition.refined(self.predictor(layout), layout, self.recipe.model.layers)
+        return partition.refined(self.predictor(layout), layout, self.recipe.model.layers, passes)
 
     def plan(self, layout: Layout) -> Plan:
         """The layout with its partition refined, and the time of its step by part."""
         layout = self.refined(layout)
-        price, watts = self.cluster.price_hour(layout.placement), self.cluster.watts(layout.placement)
-        return Plan(layout, self.predictor(layout).parts(layout), price, watts)
+        return plan_of(self.predictor(layout), layout)
 
     def sequences(self, mesh: MeshCandidate) -> list[bool]:
         """The settings of sequence parallelism to try, `True` first."""
@@ -284,5 +310,5 @@ class Candidates:
                 if again is not None:
                     return again, None
             tight = layout, next(room.rank for room in rooms if not room.fits)
-            self.found.excluded.append((layout, memory_fit.reason(rooms) or ""))
+            self.found.exclude(layout, rooms)
         return None, tight

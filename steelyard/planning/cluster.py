@@ -14,7 +14,8 @@ gres = "gpu:a10:4"
 zone = "one"
 price_hour = 3.2           # per node
 intra_GBps = 16.0          # from one GPU to the others of its node, one way; default: the catalogue
-intra_latency_us = 2.0     # latency of that link
+intra_latency_us = 5.0     # latency of that link
+intra_transport = "pcie"   # nvlink or pcie; default: the catalogue
 idle_watts = 200           # of a node without its GPUs, for --objective energy
 host_gib = 512             # host memory of a node, for optim.offload
 host_GBps = 200.0          # bandwidth of the host memory
@@ -23,7 +24,8 @@ host_link_GBps = 25.0      # bandwidth between one GPU and the host
 [[links]]
 between = ["a10", "a100"]  # two types or zones; the same name twice: within it; "*": any
 GBps = 12.5                # all network cards of one node together, one way
-latency_us = 5.0
+latency_us = 5.0           # default: 5 for rdma, 50 for tcp
+transport = "rdma"         # rdma: InfiniBand or RoCE with GPUDirect; tcp: sockets of the hosts (the default)
 
 [[gpus]]                   # a GPU that is not in the catalogue
 name = "mine"
@@ -38,7 +40,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PrivateAttr, ValidationError
 
@@ -49,7 +51,10 @@ from steelyard.core.recipe.toml import read
 from steelyard.planning.evidence import Evidence
 from steelyard.sizes.gpu_catalogue import CATALOGUE, Gpu, by_name
 
-NETWORK_GBPS, NETWORK_LATENCY_US = 1.25, 20.0  # 10 Gbit/s Ethernet: the default where no link is given
+NETWORK_GBPS = 1.25  # 10 Gbit/s Ethernet: the default where no link is given
+LATENCY_US = {"nvlink": 19.0, "pcie": 5.0, "rdma": 5.0, "tcp": 50.0}  # default latency of a message
+ROOT_PORTS = 2  # x16 links from the GPUs of a node to its processors, one per socket
+INTRA_GBPS = 16.0  # PCI Express 3.0 x16: the default of a GPU whose link is not known
 # Defaults of a node: one socket with six channels of DDR4-2933, and PCI Express 3.0 x16.
 HOST_GBPS, HOST_LINK_GBPS = 140.0, 15.75
 ANY = "*"
@@ -59,16 +64,18 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=
 CORE = Gpu("cpu", "cpu", 4, 0.05, None, 0.025, 0.025, None, 8, 1, 15, 2, 0.6, "a core of a 2020s x86 processor")
 
 
+Transport = Literal["nvlink", "pcie", "rdma", "tcp"]
 Placement = tuple[tuple[str, int], ...]
 """Nodes in rank order: type, and number of nodes."""
 
 
 @dataclass(frozen=True)
 class Wire:
-    """A link: bytes per second in one direction, and latency in seconds."""
+    """A link: bytes per second in one direction, latency in seconds, and what carries the messages."""
 
     bandwidth: float
     latency: float
+    transport: Transport
 
 
 class OwnGpu(Section):
@@ -104,7 +111,8 @@ class Nodes(Section):
     zone: Name = "here"
     price_hour: NonNegativeFloat | None = None
     intra_GBps: PositiveFloat | None = None
-    intra_latency_us: NonNegativeFloat = 2.0
+    intra_latency_us: NonNegativeFloat | None = None
+    intra_transport: Transport | None = None
     idle_watts: NonNegativeFloat = 0.0
     host_gib: PositiveFloat | None = None
     host_GBps: PositiveFloat = HOST_GBPS
@@ -116,7 +124,18 @@ class Link(Section):
 
     between: Annotated[list[str], Field(min_length=2, max_length=2)]
     GBps: PositiveFloat
-    latency_us: NonNegativeFloat = NETWORK_LATENCY_US
+    latency_us: NonNegativeFloat | None = None
+    transport: Transport | None = None
+
+    @property
+    def wire(self) -> Wire:
+        """The link with its defaults: sockets, and the latency of its transport."""
+        transport = self.transport or "tcp"
+        latency = LATENCY_US[transport] if self.latency_us is None else self.latency_us
+        return Wire(self.GBps * 1e9, latency * 1e-6, transport)
+
+
+DEFAULT_LINK = Link(between=[ANY, ANY], GBps=NETWORK_GBPS)
 
 
 class Cluster(Section):
@@ -156,13 +175,13 @@ class Cluster(Section):
     @cached_property
     def wires(self) -> dict[tuple[str, str], Wire]:
         """The network between each pair of node types."""
-        return {(one.type, other.type): self._closest(one, other) for one in self.nodes for other in self.nodes}
+        pairs = [(one, other) for one in self.nodes for other in self.nodes]
+        return {(one.type, other.type): (self.link(one, other) or DEFAULT_LINK).wire for one, other in pairs}
 
     @cached_property
     def insides(self) -> dict[str, Wire]:
         """The link between the GPUs of each type of node, per GPU and one way."""
-        rates = {nodes.type: nodes.intra_GBps or self.gpu_by_type[nodes.type].link_gb or 16.0 for nodes in self.nodes}
-        return {type_: Wire(rate * 1e9, self.by_type[type_].intra_latency_us * 1e-6) for type_, rate in rates.items()}
+        return {nodes.type: _inside(nodes, self.gpu_by_type[nodes.type]) for nodes in self.nodes}
 
     def with_nodes(self, nodes: list[Nodes], links: list[Link] | None = None) -> Cluster:
         """The cluster with other nodes. A new object, because a copy would keep the cached properties."""
@@ -186,8 +205,8 @@ class Cluster(Section):
         """The link between the GPUs of a node, per GPU and one way."""
         return self.insides[nodes.type]
 
-    def _closest(self, one: Nodes, other: Nodes) -> Wire:
-        """The most specific link between two nodes: a type before a zone before "*"."""
+    def link(self, one: Nodes, other: Nodes) -> Link | None:
+        """The most specific link between two nodes: a type before a zone before "*"; None if the file has none."""
         best, closeness = None, -1
         for link in self.links:
             first, second = link.between
@@ -195,9 +214,7 @@ class Cluster(Section):
                 near = _closeness(left, one), _closeness(right, other)
                 if min(near) >= 0 and sum(near) > closeness:
                     best, closeness = link, sum(near)
-        if best is None:
-            return Wire(NETWORK_GBPS * 1e9, NETWORK_LATENCY_US * 1e-6)
-        return Wire(best.GBps * 1e9, best.latency_us * 1e-6)
+        return best
 
     def check_objective(self, objective: str) -> None:
         """Refuse an objective whose price or power the file does not give for all nodes."""
@@ -264,7 +281,9 @@ def _refuse(cluster: Cluster, places: dict[str, str]) -> None:
             raise UserError(
                 f"the GPU {nodes.gpu} is not known",
                 where=places.get(f"nodes.{number}.gpu"),
-                hint=f"describe it in a [[gpus]] table, or use one of {known}",
+                hint="describe it in a [[gpus]] table: memory_gib, the dense TFLOP/s of train.precision (bf16, fp16, "
+                "fp8 or fp32) and bandwidth_gb of its memory are needed; sustained (`steelyard plan profile` measures "
+                f"it), link_gb, units and watts make the plan better. Or use one of {known}",
             )
     for number, gpu in enumerate(cluster.gpus):
         if gpu.name in [each.name for each in cluster.gpus[:number]]:
@@ -282,6 +301,18 @@ def _refuse(cluster: Cluster, places: dict[str, str]) -> None:
                     where=places.get(f"links.{number}.between"),
                     hint=f"use one of {', '.join(sorted(names))}",
                 )
+
+
+def _inside(nodes: Nodes, gpu: Gpu) -> Wire:
+    """The link between the GPUs of a node; what the file does not give comes from the catalogue.
+
+    GPUs on PCI Express talk through the processors: more than `ROOT_PORTS` of them share the bandwidth of that many.
+    """
+    transport = nodes.intra_transport or gpu.link_transport
+    shared = min(1.0, ROOT_PORTS / nodes.gpus) if transport == "pcie" else 1.0
+    rate = nodes.intra_GBps or (gpu.link_gb or INTRA_GBPS) * shared
+    latency = LATENCY_US[transport] if nodes.intra_latency_us is None else nodes.intra_latency_us
+    return Wire(rate * 1e9, latency * 1e-6, transport)
 
 
 def _closeness(name: str, nodes: Nodes) -> int:

@@ -8,16 +8,15 @@ pass through the same node share its network cards. The constants below are the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from steelyard.planning.cluster import Cluster, Wire
 from steelyard.planning.layout import Seat
 
-LINK_SHARE = 0.67  # share of the link bandwidth that collectives inside a node reach
-NETWORK_SHARE = 0.87  # share of the network bandwidth with GPUDirect RDMA
-SOCKET_SHARE = 0.45  # share of the network bandwidth over host sockets
-SOCKET_LATENCY = 10e-6  # A network with this latency or more is assumed to use host sockets.
-BASE_LATENCY = 2e-6  # of every collective
+# Share of a link's bandwidth that large messages reach. Sockets copy through the hosts' memory and kernels.
+REACHED = {"nvlink": 0.72, "pcie": 0.75, "rdma": 0.93, "tcp": 0.335}
+BASE_LATENCY = 15e-6  # of every collective
+FREE = 1e14  # Bytes per second from which a link costs nothing: `measured_ranks` predicts compute alone.
 
 
 @dataclass(frozen=True)
@@ -30,11 +29,11 @@ class Ring:
 
     def all_reduce(self, bytes_: float) -> float:
         """Seconds of an all-reduce of `bytes_` bytes."""
-        return 2 * self.gather(bytes_) - (BASE_LATENCY if self.ranks > 1 else 0.0)
+        return max(0.0, 2 * self.gather(bytes_) - (BASE_LATENCY if self.ranks > 1 else 0.0))
 
     def gather(self, bytes_: float) -> float:
         """Seconds of an all-gather to, or a reduce-scatter of, `bytes_` bytes."""
-        if self.ranks == 1:
+        if self.ranks == 1 or self.bandwidth >= FREE:
             return 0.0
         hops = self.ranks - 1
         return BASE_LATENCY + hops / self.ranks * bytes_ / self.bandwidth + hops * self.latency
@@ -43,12 +42,16 @@ class Ring:
 def ring(cluster: Cluster, seats: Sequence[Seat], ranks: int, rings: int) -> Ring:
     """A ring of `ranks` ranks over the seats. `rings` rings in total share the network of the same nodes."""
     inside = [cluster.inside(seat.nodes) for seat in seats]
-    slowest = min(wire.bandwidth for wire in inside) * LINK_SHARE
+    slowest = min(map(reached, inside))
     latency = max(wire.latency for wire in inside)
     if len(seats) == 1:
         return Ring(ranks, slowest, latency)
     across = _across(cluster, seats)
     shared = reached(across) / rings
+    if across.transport == "rdma" and rings > 1 and ranks > len(seats):
+        # Each ring enters and leaves the node at one of its GPUs, and groups that are unaware of each other choose the
+        # same network cards: of one card per GPU, or fewer, they use as many as there are rings.
+        shared *= min(1.0, rings / max(seat.nodes.gpus for seat in seats))
     # Only one hop per node crosses the network.
     share = min(1.0, len(seats) / ranks)
     return Ring(ranks, min(slowest, shared), share * across.latency + (1 - share) * latency)
@@ -58,21 +61,22 @@ def _across(cluster: Cluster, seats: Sequence[Seat]) -> Wire:
     """The slowest network between any two of the seats."""
     kinds = list({seat.nodes.type: seat.nodes for seat in seats}.values())
     wires = [cluster.wire(one, other) for one in kinds for other in kinds]
-    return Wire(min(wire.bandwidth for wire in wires), max(wire.latency for wire in wires))
+    slowest = min(wires, key=reached)
+    return replace(slowest, latency=max(wire.latency for wire in wires))
 
 
 def send(cluster: Cluster, one: Seat, other: Seat, bytes_: float, senders: int) -> float:
     """Seconds to send from a rank of one seat to a rank of the other while `senders` ranks of the node send."""
     if one.node == other.node:
         wire = cluster.inside(one.nodes)
-        return wire.latency + bytes_ / (wire.bandwidth * LINK_SHARE)
+        return wire.latency + bytes_ / reached(wire)
     wire = cluster.wire(one.nodes, other.nodes)
     return wire.latency + bytes_ * senders / reached(wire)
 
 
 def reached(wire: Wire) -> float:
-    """Bytes per second that large messages reach on a network."""
-    return wire.bandwidth * (NETWORK_SHARE if wire.latency < SOCKET_LATENCY else SOCKET_SHARE)
+    """Bytes per second that large messages reach on a link."""
+    return wire.bandwidth * REACHED[wire.transport]
 
 
 def group(cluster: Cluster, seats: Sequence[Seat], stride: int, size: int) -> Ring:
@@ -82,7 +86,7 @@ def group(cluster: Cluster, seats: Sequence[Seat], stride: int, size: int) -> Ri
     span = stride * size
     fitting = [seat for seat in seats if seat.ranks >= span]
     if len(fitting) == len(seats):  # Every ring stays inside a node.
-        slowest = min(fitting, key=lambda seat: cluster.inside(seat.nodes).bandwidth)
+        slowest = min(fitting, key=lambda seat: reached(cluster.inside(seat.nodes)))
         return ring(cluster, [slowest], size, 1)
     # Rings span nodes. The rings that pass through a node are at most its ranks, and at most the stride.
     rings = max(min(stride, seat.ranks) for seat in seats)
@@ -111,7 +115,7 @@ def all_to_all(cluster: Cluster, seats: Sequence[Seat], stride: int, size: int) 
     if size == 1:
         return AllToAll(1, 0.0, 0.0)
     inside = [cluster.inside(seat.nodes) for seat in seats]
-    link = min(wire.bandwidth for wire in inside) * LINK_SHARE
+    link = min(map(reached, inside))
     latency = max(wire.latency for wire in inside)
     if all(seat.ranks >= stride * size for seat in seats):
         return AllToAll(size, (size - 1) / size / link, latency)

@@ -20,16 +20,18 @@ from steelyard.sizes.gpu_catalogue import Gpu
 
 # Rows and columns of a tile, and the share of the sustained rate that it reaches: small tiles load more per FLOP.
 TILES = ((256, 128, 1.0), (128, 128, 0.95), (128, 64, 0.8), (64, 64, 0.65))
-RAMP = 32  # The prologue and epilogue of a tile cost as much as this many steps of the inner dimension.
-MEMORY_SHARE = 0.92  # share of the data sheet's bandwidth that kernels reach
-FLASH_SHARE = 0.55  # share of the sustained rate that flash attention reaches: softmax runs between its products
-BATCHED_SHARE = 0.65  # the same for the batched products of attention that writes its scores to memory
-FP8_SHARE = 0.75  # share of the sustained rate that fp8 products reach
+RAMP = 70  # The prologue and epilogue of a tile cost as much as this many steps of the inner dimension.
+MEMORY_SHARE = 0.9  # share of the data sheet's bandwidth that kernels reach: copies on the H200, 4.3 of 4.8 TB/s
+FLASH_SHARE = 0.57  # share of the sustained rate that flash attention reaches: softmax runs between its products
+BATCHED_SHARE = 0.55  # the same for the batched products of attention that writes its scores to memory
+# Share of `sustained` that products of other inputs reach, published for the H200: 1453 of 1979 TFLOP/s in fp8
+# (ml-engineering, as in the catalogue), and in TF32 about four fifths, because a value has twice the bytes.
+NARROW, TF32 = 0.92, 0.8
 # Counted in model/experts.py and parallel/expert_parallel.py: reads and writes of a row of each slot in a forward pass,
 # to gather tokens, to bring outputs into the order of tokens, to weight and sum them; and to sort received slots.
 SLOT_PASSES, EXCHANGE_PASSES = 8, 4
 EXPERT_KERNELS = 30  # of routing, sorting and statistics in a forward pass, counted there too
-OVERLAP = 4.5  # Host and GPU overlap with some waiting: their time is the p-norm of both with this p.
+OVERLAP = 4.2  # Host and GPU overlap with some waiting: their time is the p-norm of both with this p.
 
 
 @dataclass(frozen=True)
@@ -119,10 +121,12 @@ class Work:
 
     @property
     def rate(self) -> float:
-        """FLOP/s that large products sustain; fp8 products also scale and cast their inputs."""
+        """FLOP/s that large products of the training program sustain."""
         peak = self.gpu.peak(self.precision)
         assert peak is not None
-        return peak * self.gpu.sustained * (FP8_SHARE if self.precision == "fp8" else 1.0)
+        kind = TF32 if self.precision == "fp32" and self.gpu.tf32 is not None else 1.0
+        kind = NARROW if self.precision == "fp8" else kind
+        return peak * self.gpu.sustained * self.software.product_share * kind
 
     @property
     def wide(self) -> Work:
@@ -168,7 +172,12 @@ def product(work: Work, rows: int, columns: int, inner: int, batch: int = 1, sha
 def linear(work: Work, tokens: int, inputs: int, outputs: int, batch: int = 1) -> tuple[float, float]:
     """Forward and backward seconds of `batch` linear maps: one product forward, one each for both gradients."""
     forward = product(work, tokens, outputs, inputs, batch)
-    return forward, product(work, tokens, inputs, outputs, batch) + product(work, outputs, inputs, tokens, batch)
+    backward = product(work, tokens, inputs, outputs, batch) + product(work, outputs, inputs, tokens, batch)
+    if work.precision != "fp8":
+        return forward, backward
+    # Inputs and weights are scaled and cast before the first product, gradients before the others.
+    each = batch * work.software.cast_bytes / work.bandwidth
+    return forward + each * (tokens + outputs) * inputs, backward + each * tokens * outputs
 
 
 @lru_cache(maxsize=65536)

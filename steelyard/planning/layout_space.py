@@ -17,6 +17,7 @@ from steelyard.core.recipe.parallel_section import ParallelSection
 from steelyard.planning.cluster import Cluster, Placement
 from steelyard.planning.software import MEGATRON, Software
 
+UNLIMITED = 100_000
 MOST_ARRANGEMENTS = 64
 MOST_USES = 512  # With more sets of nodes than this, only round numbers of nodes are tried.
 LEAST_CONTEXT = 2048  # Minimum tokens per context rank; with fewer, communication dominates.
@@ -41,9 +42,9 @@ class SearchLimits:
     """Whether 1F1B may have fewer micro-batches than pipeline ranks."""
     subsets: bool = True
     """Whether nodes may stay idle."""
-    uses: int = 100_000
+    uses: int = UNLIMITED
     """Maximum number of node sets to evaluate, the most promising first."""
-    meshes: int = 100_000
+    meshes: int = UNLIMITED
     """Maximum number of meshes to finish, the most promising first."""
 
 
@@ -55,7 +56,7 @@ def limits_for(cluster: Cluster, objective: str = "time") -> SearchLimits:
     """
     if cluster.ranks <= 256:
         return SearchLimits()
-    return SearchLimits(micro_batch=8, virtual=2, meshes={"time": 300, "pareto": 120}.get(objective, 350))
+    return SearchLimits(micro_batch=8, virtual=2, meshes={"time": 120, "pareto": 60}.get(objective, 150))
 
 
 def restricted(limits: SearchLimits, software: Software) -> SearchLimits:
@@ -94,11 +95,13 @@ class Variant(NamedTuple):
 def uses(cluster: Cluster, limits: SearchLimits) -> tuple[list[Use], bool]:
     """The node sets to try, and whether these are all possible sets.
 
-    Any number of nodes of each type if that gives few sets; otherwise all, none and round numbers.
+    Any number of nodes of each type if that gives few sets; otherwise all, none and round numbers, fewer of these if
+    there are many types.
     """
     whole = not limits.subsets or prod(nodes.count + 1 for nodes in cluster.nodes) <= MOST_USES
+    factors = (1, 3) if prod(len(_round(nodes.count)) for nodes in cluster.nodes) <= MOST_USES else (1,)
     options = [
-        [nodes.count] if not limits.subsets else _all(nodes.count) if whole else _round(nodes.count)
+        [nodes.count] if not limits.subsets else _all(nodes.count) if whole else _round(nodes.count, factors)
         for nodes in cluster.nodes
     ]
     found = []
@@ -114,9 +117,9 @@ def _all(most: int) -> list[int]:
     return list(range(most, -1, -1))
 
 
-def _round(most: int) -> list[int]:
-    """All, none, and every 2^k and 3 x 2^k in between, which meshes divide well."""
-    found = {most, 0} | {factor << power for factor in (1, 3) for power in range(most.bit_length())}
+def _round(most: int, factors: tuple[int, ...] = (1, 3)) -> list[int]:
+    """All, none, and every 2^k and 3 x 2^k in between, which meshes divide well; or only every 2^k."""
+    found = {most, 0} | {factor << power for factor in factors for power in range(most.bit_length())}
     return sorted((number for number in found if number <= most), reverse=True)
 
 

@@ -95,14 +95,14 @@ class Profile(Section):
             bandwidth_gb=copies / compute.MEMORY_SHARE if copies else gpu.bandwidth_gb,
         )
 
-    def with_link(self, nodes: Nodes) -> Nodes:
+    def with_link(self, nodes: Nodes, gpu: Gpu) -> Nodes:
         """The nodes with the measured link between their GPUs, unless the cluster file gives `intra_GBps`."""
         measured = self.rates.get("link_gbps")
         if not measured or nodes.intra_GBps is not None:
             return nodes
-        latency = self.rates.get("link_latency_us", nodes.intra_latency_us)
-        reached = {"intra_GBps": measured / communication.LINK_SHARE, "intra_latency_us": latency}
-        return nodes.model_copy(update=reached)
+        latency = nodes.intra_latency_us if nodes.intra_latency_us is not None else self.rates.get("link_latency_us")
+        share = communication.REACHED[nodes.intra_transport or gpu.link_transport]
+        return nodes.model_copy(update={"intra_GBps": measured / share, "intra_latency_us": latency})
 
 
 def load(path: str | Path) -> Profile:

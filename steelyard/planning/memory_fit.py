@@ -29,6 +29,7 @@ from dataclasses import dataclass
 
 from steelyard.core import units
 from steelyard.core.recipe import Recipe
+from steelyard.planning.cluster import Cluster
 from steelyard.planning.layout import Layout, Seat
 from steelyard.planning.predict import Predictor
 from steelyard.planning.software import TORCHTITAN, Software
@@ -46,6 +47,9 @@ WORKING = 2  # bytes of a weight that FSDP gathers
 # TorchTitan's bytes per logit: in 16 bits, in fp32, its softmax and, in the backward pass, two gradients, of which one
 # reuses the memory of the fp32 logits. The 16-bit block is too small to be reused.
 LOGIT_BYTES = WORKING + 3 * FP32
+# Of a process, beside PyTorch's memory: the context, loaded kernels, and NCCL's buffers, which are larger with NVLink's
+# many channels (fitted).
+OUTSIDE_GIB = {"nvlink": 4.65, "pcie": 2.65, "rdma": 2.65, "tcp": 2.65}
 FRAGMENTATION = 0.08  # share of the tensors' memory that the allocator reserves in addition (fitted)
 
 
@@ -117,9 +121,20 @@ def fits(predictor: Predictor, layout: Layout) -> bool:
     return all(room.fits for room in rooms(predictor, layout, deciding_ranks(predictor, layout)))
 
 
+def outside_pytorch(cluster: Cluster) -> int:
+    """Bytes that the driver counts for a process in addition to PyTorch's memory."""
+    return int(max(OUTSIDE_GIB[cluster.inside(nodes).transport] for nodes in cluster.nodes) * GIB)
+
+
 def usable(memory: int) -> int:
     """Bytes of a device that are available for tensors; a process reserves less on a small device."""
     return memory - min(RESERVED, memory // 8)
+
+
+def lacking(found: list[Room]) -> int:
+    """Bytes that the fullest rank, or a node's host memory, has too few."""
+    hosts = [room.host - room.host_usable for room in found if room.host_usable is not None]
+    return max([room.memory.total - room.usable for room in found] + hosts)
 
 
 def reason(found: list[Room]) -> str | None:
@@ -135,8 +150,9 @@ def reason(found: list[Room]) -> str | None:
         return None
     kind, most = max(room.memory.by_kind().items(), key=lambda item: item[1])
     return (
-        f"pipeline rank {room.rank} needs {units.size(room.memory.total)}, but {room.gpu} has "
-        f"{units.size(room.usable)}; the largest part is {kind.replace('_', ' ')} ({units.size(most)})"
+        f"{units.size(room.memory.total - room.usable)} too much: pipeline rank {room.rank} needs "
+        f"{units.size(room.memory.total)}, but {room.gpu} has {units.size(room.usable)}; the largest part is "
+        f"{kind.replace('_', ' ')} ({units.size(most)})"
     )
 
 

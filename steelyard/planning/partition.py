@@ -18,7 +18,8 @@ from steelyard.planning.layout import Layout
 from steelyard.planning.predict import Predictor
 
 MANY = 16  # With more stages than this, only some moves of a layer are tried, because trying all takes too long.
-REFINING = 40_000  # Passes to simulate, approximately, to refine the partition of one plan.
+# Passes to simulate, approximately, to refine the partition of one plan: during the search, and of plans to show.
+QUICKLY, FULLY = 2_000, 40_000
 
 Simulated = Callable[[tuple[int, ...]], float]
 
@@ -92,19 +93,29 @@ def within(predictor: Predictor, layout: Layout, layers: int) -> Layout | None:
     return layout.with_partition(counts) if counts else None
 
 
-def refined(predictor: Predictor, layout: Layout, layers: int) -> Layout:
+def refined(predictor: Predictor, layout: Layout, layers: int, passes: int = FULLY) -> Layout:
     """The layout with layers moved while its simulated step becomes shorter; unchanged if no partition fits."""
     if layout.pipeline == 1:
         return layout
     step = predictor.step(layout)
-    tries = max(8, REFINING // (layout.pipeline * layout.virtual * predictor.micro_batches(layout)))
+    tries = max(8, passes // (layout.pipeline * layout.virtual * predictor.micro_batches(layout)))
     most = limits(predictor, layout, layers) if layout.virtual == 1 else None
     if most is not None and min(most) < 0:
         return layout
 
+    known: dict[tuple[int, tuple[int, ...]], bool] = {}
+
+    def rank_fits(counts: tuple[int, ...], rank: int) -> bool:
+        """Whether a rank with several stages fits: its memory depends on its own layers only."""
+        key = (rank, counts[rank :: layout.pipeline])
+        if key not in known:
+            [room] = memory_fit.rooms(predictor, layout.with_partition(counts), [rank])
+            known[key] = room.fits
+        return known[key]
+
     def fits(counts: tuple[int, ...]) -> bool:
         if most is None:
-            return memory_fit.fits(predictor, layout.with_partition(counts))
+            return all(rank_fits(counts, rank) for rank in range(layout.pipeline))
         return all(count <= limit for count, limit in zip(counts, most, strict=True))
 
     def seconds(counts: tuple[int, ...]) -> float:

@@ -8,6 +8,7 @@ order gives the exact timetable for any stage times. The order depends only on t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -42,10 +43,15 @@ class Times:
     weights: tuple[float, ...]
     send: tuple[float, ...]
     """From stage i to i + 1; one entry fewer than the others."""
+    receive: tuple[float, ...] = ()
+    """Seconds during which a receive from stage i by stage i + 1, or back, blocks the receiver; empty: never.
+
+    The receiver is blocked while the sender sends, so a receive takes no time of its own if the receiver was idle.
+    """
 
     def everything(self) -> tuple[float, ...]:
         """All values in one tuple, for comparisons."""
-        return self.forward + self.backward + self.weights + self.send
+        return self.forward + self.backward + self.weights + self.send + self.receive
 
 
 class Timetable(NamedTuple):
@@ -60,7 +66,7 @@ class Timetable(NamedTuple):
         return max(self.ends)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def order(schedule: str, pipeline: int, virtual: int, micro_batches: int) -> tuple[PipelineAction, ...]:
     """All actions of all ranks in topological order."""
     parallel = ParallelSection().model_copy(update={"schedule": schedule, "pipeline": pipeline, "virtual": virtual})
@@ -114,11 +120,17 @@ def _needed(kind: int, this: int, stage: int, stages: int, micro_batches: int) -
 
 def simulate(times: Times, schedule: str, pipeline: int, virtual: int, micro_batches: int) -> Timetable:
     """The exact timetable of one step."""
-    durations, delays = _durations(times), _delays(times)
+    ends = simulated_ends(times, schedule, pipeline, virtual, micro_batches)
+    return Timetable(ends, tuple(_busy(times, pipeline, micro_batches)))
+
+
+def simulated_ends(times: Times, schedule: str, pipeline: int, virtual: int, micro_batches: int) -> tuple[float, ...]:
+    """When each rank finishes."""
+    durations, delays, blocked = _durations(times), _delays(times.send, times), _delays(times.receive, times)
     free = [0.0] * pipeline
     finish: list[float] = []
     for rank, slot, after, _ in order(schedule, pipeline, virtual, micro_batches):
-        start = free[rank]
+        start = free[rank] + blocked[slot]
         if after >= 0:
             arrival = finish[after] + delays[slot]
             if arrival > start:
@@ -126,7 +138,7 @@ def simulate(times: Times, schedule: str, pipeline: int, virtual: int, micro_bat
         start += durations[slot]
         free[rank] = start
         finish.append(start)
-    return Timetable(tuple(free), tuple(_busy(times, pipeline, micro_batches)))
+    return tuple(free)
 
 
 def settled(times: Times, schedule: str, pipeline: int, virtual: int, micro_batches: int) -> tuple[float, ...]:
@@ -137,11 +149,11 @@ def settled(times: Times, schedule: str, pipeline: int, virtual: int, micro_batc
     """
     rounds = micro_batches // pipeline
     if rounds <= SETTLED + 1 or schedule == "gpipe" or micro_batches * len(times.forward) <= SHORT:
-        return simulate(times, schedule, pipeline, virtual, micro_batches).ends
+        return simulated_ends(times, schedule, pipeline, virtual, micro_batches)
     # Rounds of other schedules have as many micro-batches as there are ranks, or nearly as many.
     few = SETTLED * pipeline + (micro_batches % pipeline if schedule == "1f1b" else 0)
-    before = simulate(times, schedule, pipeline, virtual, few - pipeline).ends
-    after = simulate(times, schedule, pipeline, virtual, few).ends
+    before = simulated_ends(times, schedule, pipeline, virtual, few - pipeline)
+    after = simulated_ends(times, schedule, pipeline, virtual, few)
     more = (micro_batches - few) / pipeline
     return tuple(late + more * (late - early) for early, late in zip(before, after, strict=True))
 
@@ -150,13 +162,14 @@ def events(
     times: Times, schedule: str, pipeline: int, virtual: int, micro_batches: int
 ) -> list[tuple[int, str, int, int, float, float]]:
     """Every action with rank, kind, stage, micro-batch, start and end, for a timeline."""
-    durations, delays, stages = _durations(times), _delays(times), len(times.forward)
+    durations, delays, blocked = _durations(times), _delays(times.send, times), _delays(times.receive, times)
+    stages = len(times.forward)
     names = list(KINDS)
     free = [0.0] * pipeline
     finish: list[float] = []
     drawn = []
     for rank, slot, after, micro_batch in order(schedule, pipeline, virtual, micro_batches):
-        start = max(free[rank], finish[after] + delays[slot] if after >= 0 else 0.0)
+        start = max(free[rank] + blocked[slot], finish[after] + delays[slot] if after >= 0 else 0.0)
         end = free[rank] = start + durations[slot]
         finish.append(end)
         drawn.append((rank, names[slot // stages], slot % stages, micro_batch, start, end))
@@ -167,27 +180,44 @@ def _durations(times: Times) -> list[float]:
     return [*times.forward, *times.backward, *times.weights]
 
 
-def _delays(times: Times) -> list[float]:
-    """Seconds between the end of the awaited action and the arrival of its output, by slot."""
-    return [0.0, *times.send, *times.send, 0.0, *(0.0 for _ in times.weights)]
+def _delays(between: tuple[float, ...], times: Times) -> list[float]:
+    """Seconds that belong to the message that an action waits for, by slot; `between` has those of each stage pair."""
+    between = between or (0.0,) * (len(times.forward) - 1)
+    return [0.0, *between, *between, 0.0, *(0.0 for _ in times.weights)]
 
 
 def _busy(times: Times, pipeline: int, micro_batches: int) -> list[float]:
-    each = [sum(three) for three in zip(times.forward, times.backward, times.weights, strict=True)]
+    blocked = _delays(times.receive, times)
+    each = [sum(all_) for all_ in zip(_durations(times), blocked, strict=True)]
+    stages = len(times.forward)
+    each = [sum(each[stage::stages]) for stage in range(stages)]
     return [micro_batches * sum(each[rank::pipeline]) for rank in range(pipeline)]
 
 
-def at_least(times: Times, pipeline: int, micro_batches: int) -> float:
+def at_least(
+    passes: Sequence[tuple[float, float, float]],
+    send: Sequence[float],
+    receive: Sequence[float],
+    pipeline: int,
+    micro_batches: int,
+) -> float:
     """A lower bound for any schedule: the work of a rank, and the path of the first and last micro-batch to it.
 
-    Exact for gpipe and 1f1b if all stages are equal and sends take no time. If weight gradients are delayed, other
-    ranks do not wait for the last work of a rank.
+    `passes` has the forward pass, the backward pass and the weight gradients of each stage. Exact for gpipe and 1f1b if
+    all stages are equal and sends take no time. If weight gradients are delayed, other ranks do not wait for the last
+    work of a rank.
     """
-    there, best = 0.0, 0.0
-    late = any(times.weights)
-    for rank, busy in enumerate(_busy(times, pipeline, micro_batches)):
-        best = max(best, there + busy)
-        if rank < len(times.send):
-            there += times.forward[rank] + times.send[rank]
-            there += 0.0 if late else times.backward[rank] + times.send[rank]
+    blocked = (0.0, *receive, 0.0)
+    there = best = 0.0
+    late = passes[0][2] > 0 or passes[-1][2] > 0 or any(weights for _, _, weights in passes)
+    totals = [forward + backward + weights for forward, backward, weights in passes]
+    if receive:
+        totals = [total + blocked[stage] + blocked[stage + 1] for stage, total in enumerate(totals)]
+    for rank in range(pipeline):
+        busy = totals[rank] if pipeline == len(totals) else sum(totals[rank::pipeline])
+        if there + micro_batches * busy > best:
+            best = there + micro_batches * busy
+        if rank < len(send):
+            forward, backward, _ = passes[rank]
+            there += forward + send[rank] + (0.0 if late else backward + send[rank])
     return best

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from steelyard.core import units
 from steelyard.core.recipe import Recipe
 from steelyard.core.recipe.parallel_section import Partition
-from steelyard.planning import memory_fit, pipeline_sim
+from steelyard.planning import memory_fit, pipeline_sim, uncertainty
 from steelyard.planning.candidates import Plan, SearchResult
 from steelyard.planning.cluster import Cluster
 from steelyard.planning.layout import Layout
@@ -27,6 +27,12 @@ if TYPE_CHECKING:
 
 DAY = 86_400
 COLOURS = {"forward": "#4c78a8", "backward": "#f58518", "weights": "#54a24b"}
+EVIDENCE = {
+    "measured": "its layers or ranks are measured on this GPU",
+    "calibrated": "the model is calibrated on published runs",
+    "extrapolated": "the rate of a GPU is extrapolated",
+    "default": "a link is assumed: the cluster file does not give it",
+}
 MOST = 4000  # Passes drawn in a pipeline timeline; a longer step is cut off.
 
 
@@ -44,9 +50,12 @@ def as_result(
         "looked_at": found.looked_at,
         "complete": found.complete,
         "tokens": tokens,
-        "plans": [_plan(recipe, plan, tokens) for plan in found.plans],
+        "plans": [_plan(recipe, plan, tokens) | _certainty(plan, found.plans[0]) for plan in found.plans],
     }
     if found.plans:
+        best = found.plans[0].layout
+        result["assumptions"] = uncertainty.assumptions(cluster, best)
+        result["idle_nodes"] = [asdict(each) for each in uncertainty.idle_nodes(cluster, best, recipe.train.precision)]
         rooms = memory_fit.rooms(predictor, found.plans[0].layout)
         result["memory"] = [
             {"pipeline_rank": room.rank, "gpu": room.gpu, "bytes": room.memory.by_kind(),
@@ -72,6 +81,13 @@ def _plan(recipe: Recipe, plan: Plan, tokens: int) -> dict[str, Any]:
     }
 
 
+def _certainty(plan: Plan, best: Plan) -> dict[str, Any]:
+    """The 80% range of a plan, what it rests on, and whether the best plan may be no faster."""
+    found = plan.range
+    tie = plan is not best and found.overlaps(best.range)
+    return {"seconds_low": found.low, "seconds_high": found.high, "evidence": found.evidence, "ties_with_best": tie}
+
+
 def _keys(layout: Layout) -> dict[str, Any]:
     return {**layout.settings(), "micro_batch": layout.micro_batch, "world": layout.world}
 
@@ -83,6 +99,7 @@ def as_text(
     blocks = [_ranking(recipe, found, tokens)]
     if found.plans:
         blocks.append(_explanation(recipe, cluster, found.plans[0], tokens, software))
+        blocks.append(_doubts(recipe, cluster, found.plans[0]))
     if not found.complete:
         blocks.append("the cluster is large: the search evaluated only the most promising meshes")
     if excluded:
@@ -106,17 +123,29 @@ def shown(layout: Layout) -> str:
 
 
 def _ranking(recipe: Recipe, found: SearchResult, tokens: int) -> str:
-    rows = [["", "seconds", "tokens/s", "days", "dollars", "GPUs", "layout", "nodes"]]
+    rows = [["", "seconds", "80% range", "tokens/s", "days", "dollars", "GPUs", "layout", "nodes"]]
     for number, plan in enumerate(found.plans, 1):
         figures = _plan(recipe, plan, tokens)
         dollars = "" if figures["dollars"] is None else f"{figures['dollars']:,.0f}"
         nodes = " ".join(figures["placement"])
         rows.append(
-            [str(number), f"{plan.seconds:.3f}", units.count(figures["tokens_per_second"]), _days(figures["days"]),
-             dollars,
+            [str(number), f"{plan.seconds:.3f}", f"{plan.range.low:.3g} to {plan.range.high:.3g}",
+             units.count(figures["tokens_per_second"]), _days(figures["days"]), dollars,
              str(plan.layout.world), shown(plan.layout), nodes]
         )  # fmt: skip
-    return table(rows)
+    ties = [str(number) for number, plan in enumerate(found.plans, 1) if plan.range.overlaps(found.plans[0].range)]
+    note = f"plans {', '.join(ties)} are ties: their ranges overlap, so runs may order them differently"
+    return table(rows) + (f"\n\n{note}" if len(ties) > 1 else "")
+
+
+def _doubts(recipe: Recipe, cluster: Cluster, plan: Plan) -> str:
+    """What the prediction rests on: its evidence, every default, and the nodes that stay idle."""
+    idle = uncertainty.idle_nodes(cluster, plan.layout, recipe.train.precision)
+    lines = [f"the best plan takes {plan.range.low:.3g} to {plan.range.high:.3g} s in four of five cases "
+             f"({EVIDENCE[plan.range.evidence]})"]  # fmt: skip
+    lines += [f"  assumed: {each}" for each in uncertainty.assumptions(cluster, plan.layout)]
+    lines += [f"  idle: {each.count} {each.type} ({each.why})" for each in idle]
+    return "\n".join(lines)
 
 
 def _days(days: float) -> str:

@@ -231,8 +231,7 @@ class Predictor:
         stream = self.each * tokens * self.dims.hidden
         # Sequence parallelism replaces an all-reduce by a reduce-scatter and an all-gather: same bytes, two launches.
         sum_ = 2 * tensor.gather(stream) if layout.sequence_parallel else tensor.all_reduce(stream)
-        if self.software.hides_exchange:
-            sum_ /= layout.tensor
+        sum_ *= self.software.exposed_exchange
         keys = 2 * self.each * tokens * layout.context * self.dims.key / layout.tensor
         gathered = context.gather(keys)
         launch = self.software.collective_launch * (layout.tensor > 1) * (2 if layout.sequence_parallel else 1)
@@ -306,8 +305,10 @@ class Predictor:
 
 def linked(cluster: Cluster, profiles: Mapping[str, Profile]) -> Cluster:
     """The cluster with measured links inside its nodes, where the cluster file gives none."""
-    found = [(nodes, profiles.get(cluster.gpu_of(nodes).name)) for nodes in cluster.nodes]
-    changed = [nodes if profile is None else profile.with_link(nodes) for nodes, profile in found]
+    found = [(nodes, cluster.gpu_of(nodes)) for nodes in cluster.nodes]
+    changed = [
+        nodes if (profile := profiles.get(gpu.name)) is None else profile.with_link(nodes, gpu) for nodes, gpu in found
+    ]
     return cluster if changed == cluster.nodes else cluster.with_nodes(changed)
 
 

@@ -16,13 +16,14 @@ from functools import partial
 from itertools import count, product
 from typing import TYPE_CHECKING
 
+from steelyard.core.console import console
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
-from steelyard.planning import layout_space, memory_fit
-from steelyard.planning.candidates import Candidates, MeshCandidate, Plan, SearchResult, weight
+from steelyard.planning import layout_space, memory_fit, partition
+from steelyard.planning.candidates import Candidates, MeshCandidate, Plan, SearchResult, plan_of, weight
 from steelyard.planning.cluster import Cluster, Placement
 from steelyard.planning.layout import Layout, lacking, of_recipe
-from steelyard.planning.layout_space import SearchLimits, Use
+from steelyard.planning.layout_space import UNLIMITED, SearchLimits, Use
 from steelyard.planning.predict import Predictor
 from steelyard.planning.software import MEGATRON, STEELYARD, Software
 
@@ -76,10 +77,11 @@ def given(
     _refuse_for_megatron(recipe, software)
     layout = of_recipe(recipe, cluster, short=software is MEGATRON)
     predictor = Predictor.of_layout(recipe, cluster, layout, software, profiles, imbalance)
-    why = memory_fit.reason(memory_fit.rooms(predictor, layout))
-    price, watts = cluster.price_hour(layout.placement), cluster.watts(layout.placement)
-    plan = Plan(layout, predictor.parts(layout), price, watts)
-    return SearchResult([plan], [] if why is None else [(layout, why)], 1)
+    found = SearchResult([plan_of(predictor, layout)], looked_at=1)
+    rooms = memory_fit.rooms(predictor, layout)
+    if memory_fit.reason(rooms) is not None:
+        found.exclude(layout, rooms)
+    return found
 
 
 def _refuse_for_megatron(recipe: Recipe, software: Software) -> None:
@@ -116,11 +118,16 @@ class _Search:
             for bound, _, go_on in choices:
                 self._push(bound, go_on)
         self.found.complete = whole and len(opened) <= self.limits.uses
-        while self.queue and self.finished < self.limits.meshes:
-            bound, _, go_on = heapq.heappop(self.queue)
-            if bound >= self.limit:
-                break
-            go_on()
+        with console.progress(
+            "searching", self.limits.meshes if self.limits.meshes < UNLIMITED else 0, "meshes"
+        ) as bar:
+            while self.queue and self.finished < self.limits.meshes:
+                bound, _, go_on = heapq.heappop(self.queue)
+                if bound >= self.limit:
+                    break
+                before = self.finished
+                go_on()
+                bar.advance(max(0.0, self.finished - before))
         self.found.complete &= self.finished < self.limits.meshes
         kept = sorted(self.best.values(), key=lambda entry: entry[:2])
         if self.objective == "pareto":
@@ -161,7 +168,7 @@ class _Search:
         choices: list[tuple[float, int, Callable[[], None]]] = []
         for tensor in layout_space.tensors(self.recipe, self.cluster, use, self.limits):
             for context in layout_space.contexts(self.recipe, self.limits):
-                if use.ranks % (tensor * context) or not layout_space.agrees(self.recipe, tensor, context, 1):
+                if use.ranks % (tensor * context) or not self.candidates.allows(tensor, context, 1):
                     continue
                 for micro_batch in layout_space.micro_batches(self.recipe, self.limits):
                     each = {
@@ -184,7 +191,7 @@ class _Search:
         batch = self.recipe.train.global_batch // micro_batch
         divided = layout_space.batch_divisor(self.recipe) // micro_batch
         for pipeline, data in layout_space.meshes(use.ranks // (tensor * context), divided, layers):
-            if not layout_space.agrees(self.recipe, tensor, context, pipeline):
+            if not self.candidates.allows(tensor, context, pipeline):
                 continue
             schedules = layout_space.schedules(self.recipe, pipeline, batch // data, self.limits)
             deepest = max((virtual for _, virtual in schedules), default=0)
@@ -241,7 +248,10 @@ class _Search:
 
     def _keep(self, mesh: MeshCandidate, layout: Layout, quick: bool) -> None:
         if quick:
-            layout = self.candidates.refined(layout)
+            bound = self.candidates.step(layout).bound(self.recipe.model.layers) * self._weight_of(layout.placement)
+            if self._is_beaten(bound, mesh.use.counts):
+                return
+            layout = self.candidates.refined(layout, partition.QUICKLY)
         seconds = self.candidates.step(layout).seconds(layout.partition, settled=True)
         value = seconds * self._weight_of(layout.placement)
         key = (mesh.use, mesh.tensor, mesh.context, mesh.micro_batch, mesh.pipeline, mesh.data, mesh.expert)

@@ -142,7 +142,10 @@ def guesses(found: list[dict[str, Any]]) -> list[str]:
         "its name in the catalogue"
         for entry in unknown
     ]
-    return [*found_guesses, "links: 12.5 GB/s and 5 us between all nodes is a guess; Slurm does not report the network"]
+    return [
+        *found_guesses,
+        "links: 12.5 GB/s over RDMA between all nodes is a guess; Slurm does not report the network",
+    ]
 
 
 def as_toml(found: list[dict[str, Any]]) -> str:
@@ -163,8 +166,8 @@ def as_toml(found: list[dict[str, Any]]) -> str:
     document.add("nodes", tables)
     links = tomlkit.aot()
     link = tomlkit.table()
-    link.update({"between": ["*", "*"], "GBps": 12.5, "latency_us": 5.0})
-    link.add(tomlkit.comment("a guess: 100 Gbit/s InfiniBand, per node and direction"))
+    link.update({"between": ["*", "*"], "GBps": 12.5, "latency_us": 5.0, "transport": "rdma"})
+    link.add(tomlkit.comment('a guess: 100 Gbit/s InfiniBand, per node and direction; sockets: transport = "tcp"'))
     links.append(link)
     document.add("links", links)
     return tomlkit.dumps(document)

@@ -9,7 +9,7 @@ are added per rank, because ranks that finish early wait for late ones anyway.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import NamedTuple
 
 from steelyard.planning import compute, pipeline_sim
@@ -160,35 +160,43 @@ class StepCost:
     def __init__(self, table: CostTable) -> None:
         self.table = table
         self.plan = (table.schedule, table.pipeline, table.virtual, table.micro_batches)
+        self.splits = table.schedule == "zero-bubble" and table.pipeline * table.virtual > 1
+        free = (0.0,) * len(table.send)
+        self.send = free if table.waits_to_send else table.send
+        self.receive = table.send if table.waits_to_send and table.waits_to_receive else ()
+        # A search asks for these thousands of times: passes by stage and layers, and what follows by rank and layers.
+        self._stages: list[dict[int, tuple[float, float, float]]] = [{} for _ in range(table.pipeline * table.virtual)]
+        self._after: dict[tuple[int, int], tuple[float, float]] = {}
 
     def times(self, counts: tuple[int, ...]) -> Times:
         """Seconds of each stage's passes and of the sends between stages."""
-        table, last = self.table, len(counts) - 1
-        costs = table.stages * table.virtual
-        passes = [
-            cost.passes(layers, (stage == 0) + 2 * (stage == last))
-            for stage, (cost, layers) in enumerate(zip(costs, counts, strict=True))
-        ]
-        forward, backward = map(list, zip(*passes, strict=True))
-        weights, send = [0.0] * len(counts), table.send
-        if table.schedule == "zero-bubble" and last > 0:
-            weights = [layers * cost.layer.weights for cost, layers in zip(costs, counts, strict=True)]
-            backward = [back - late for back, late in zip(backward, weights, strict=True)]
-        if table.waits_to_send:
-            waits = [self._waits(stage) for stage in range(len(counts))]
-            forward = [ahead + before for ahead, (before, _) in zip(forward, waits, strict=True)]
-            backward = [back + behind for back, (_, behind) in zip(backward, waits, strict=True)]
-            send = (0.0,) * len(send)
-        return Times(tuple(forward), tuple(backward), tuple(weights), send)
+        forward, backward, weights = zip(*self._passes(counts), strict=True)
+        return Times(forward, backward, weights, self.send, self.receive)
+
+    def _passes(self, counts: tuple[int, ...]) -> list[tuple[float, float, float]]:
+        """Seconds of each stage's forward and backward pass, and of the weight gradients if these are split off."""
+        known, found = self._stages, []
+        for stage, layers in enumerate(counts):
+            passes = known[stage].get(layers)
+            if passes is None:
+                passes = known[stage][layers] = self._stage(stage, layers)
+            found.append(passes)
+        return found
+
+    def _stage(self, stage: int, layers: int) -> tuple[float, float, float]:
+        cost = self.table.stages[stage % self.table.pipeline]
+        forward, backward = cost.passes(layers, (stage == 0) + 2 * (stage == len(self._stages) - 1))
+        weights = layers * cost.layer.weights if self.splits else 0.0
+        ahead, behind = self._waits(stage)
+        return forward + ahead, backward - weights + behind, weights
 
     def _waits(self, stage: int) -> tuple[float, float]:
-        """Seconds of a stage's forward and backward pass during which its rank is blocked by a send or a receive."""
+        """Seconds of a stage's forward and backward pass during which its rank is blocked by a send."""
         table = self.table
         if not table.waits_to_send:
             return 0.0, 0.0
         next_ = table.send[stage] if stage < len(table.send) else 0.0
-        before = table.send[stage - 1] if stage else 0.0
-        return (next_ + before, next_ + before) if table.waits_to_receive else (next_, before)
+        return next_, table.send[stage - 1] if stage else 0.0
 
     def per_layer(self) -> tuple[list[float], list[float]]:
         """Seconds per micro-batch on each pipeline rank: of one layer, and of the embedding and head without layers."""
@@ -208,6 +216,12 @@ class StepCost:
 
     def after(self, counts: tuple[int, ...], times: Times, rank: int) -> tuple[float, float]:
         """Seconds of a pipeline rank after its last backward pass: gradient reduction, and the optimizer update."""
+        key = (rank, sum(counts[rank :: self.table.pipeline]))
+        if self.table.pipeline == 1 or key not in self._after:
+            self._after[key] = self._after_passes(counts, times, rank)
+        return self._after[key]
+
+    def _after_passes(self, counts: tuple[int, ...], times: Times, rank: int) -> tuple[float, float]:
         table, held = self.table, self._held(counts, rank)
         if table.overlaps_gradients and table.pipeline == 1:
             gradient = self._exposed(times, held)
@@ -262,14 +276,16 @@ class StepCost:
     def seconds(self, counts: tuple[int, ...], settled: bool = False) -> float:
         """The time of the step. `settled` extrapolates a long step from its first rounds, for use in a search."""
         times = self.times(counts)
-        ends = pipeline_sim.settled(times, *self.plan) if settled else pipeline_sim.simulate(times, *self.plan).ends
+        simulated = pipeline_sim.settled if settled else pipeline_sim.simulated_ends
+        ends = simulated(times, *self.plan)
         after = (sum(self.after(counts, times, rank)) for rank in range(len(ends)))
         return max(end + more for end, more in zip(ends, after, strict=True)) + self.table.overhead
 
     def at_least(self, counts: tuple[int, ...]) -> float:
         """A lower bound for the step that needs no simulation."""
-        bound = pipeline_sim.at_least(self.times(counts), self.table.pipeline, self.table.micro_batches)
-        return bound + self.table.overhead
+        table, passes = self.table, self._passes(counts)
+        bound = pipeline_sim.at_least(passes, self.send, self.receive, table.pipeline, table.micro_batches)
+        return bound + table.overhead
 
     def bound(self, layers: int) -> float:
         """A lower bound for the step over all partitions of `layers` layers.
@@ -284,7 +300,8 @@ class StepCost:
         ways = virtual if virtual == 1 else 2 * virtual  # A rank's first stage may hold less than its share.
         late = table.schedule == "zero-bubble"
         ways *= 3 if late else 1  # Only the forward pass, about a third of the work, must come before.
-        known = {kind: (table.stages[rank].layer.least, self._layer_after(rank)) for rank, kind in _first(kinds)}
+        firsts = [(kinds.index(kind), kind) for kind in set(kinds)]
+        known = {kind: (table.stages[rank].layer.least, self._layer_after(rank)) for rank, kind in firsts}
         behind, weights = 0.0, [0.0] * len(kinds)
         for rank in range(len(kinds) - 1, -1, -1):
             each, after = known[kinds[rank]]
@@ -325,9 +342,10 @@ class StepCost:
         layer = table.stages[slowest].layer
         tensor = min(busy, table.micro_batches * layers * layer.exchange)
         expert = min(busy - tensor, table.micro_batches * layers * layer.expert)
-        free_sends = Times(times.forward, times.backward, times.weights, (0.0,) * len(times.send))
+        free_sends = replace(times, send=(0.0,) * len(times.send))
         bubble = pipeline_sim.simulate(free_sends, *self.plan).ends[slowest] - busy
         waits = sum(sum(self._waits(stage)) for stage in range(slowest, len(counts), table.pipeline))
+        waits *= 2 if table.waits_to_receive else 1  # What a rank sends to its neighbours, it receives from them.
         return Parts(
             compute=busy - tensor - expert - table.micro_batches * waits,
             bubble=max(0.0, bubble),
@@ -338,8 +356,3 @@ class StepCost:
             overhead=table.overhead,
             expert=expert,
         )
-
-
-def _first(kinds: tuple[int, ...]) -> list[tuple[int, int]]:
-    """The first rank of each kind."""
-    return [(kinds.index(kind), kind) for kind in set(kinds)]

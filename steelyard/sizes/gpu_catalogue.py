@@ -3,16 +3,19 @@
 Peaks are dense, with fp32 accumulation, in TFLOP/s; data sheets often give twice as much "with sparsity". Memory is
 what the driver reports, rounded: GDDR6 cards with ECC lose a sixteenth. `link_gb` is the bandwidth from one GPU to the
 others of its node, one way: NVLink if the board has it, otherwise PCI Express. `sustained` is not on any data sheet: it
-is the share of the peak that large matrix products sustain, which is low if the power limit is low (T4: 70 W for 65
-TFLOP/s). docs/plan.md gives the source of each number.
+is the share of the peak that large 16-bit matrix products reach for as long as a run lasts, which is low if the power
+limit is low (T4: 70 W for 65 TFLOP/s). It is a property of the GPU, not of a training program: the losses of each
+program are in `planning/software.py`. `SUSTAINED` says where each share comes from.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Literal
 
 GIB = 1 << 30
+PCIE_GBPS = 64.0  # PCI Express 5.0 x16; a faster link is NVLink
 
 
 @dataclass(frozen=True)
@@ -36,9 +39,19 @@ class Gpu:
     source: str
 
     @property
+    def evidence(self) -> tuple[str, str]:
+        """Where `sustained` comes from: measured, published, extrapolated or given, and the details."""
+        return SUSTAINED.get(self.name) or ("given", self.source)
+
+    @property
     def memory(self) -> int | None:
         """Bytes of memory."""
         return None if self.memory_gib is None else int(self.memory_gib * GIB)
+
+    @property
+    def link_transport(self) -> Literal["nvlink", "pcie"]:
+        """What `link_gb` is: NVLink, or PCI Express, which has at most 64 GB/s (5.0 x16)."""
+        return "nvlink" if (self.link_gb or 0.0) > PCIE_GBPS else "pcie"
 
     def peak(self, precision: str) -> float | None:
         """The peak in FLOP/s for a recipe's `train.precision`; fp32 products use tf32 if the GPU has it."""
@@ -52,26 +65,53 @@ class Gpu:
 CATALOGUE = [
     Gpu("rtx2080", r"GeForce RTX 2080", 8, 10.1, None, 40.3, None, None, 448, 46, 215, 16, 0.8, "NVIDIA Turing architecture whitepaper"),
     Gpu("rtx2080ti", r"GeForce RTX 2080 Ti", 11, 13.4, None, 53.8, None, None, 616, 68, 250, 16, 0.8, "NVIDIA Turing architecture whitepaper"),
-    Gpu("titan-rtx", r"TITAN RTX", 24, 16.3, None, 130.5, None, None, 672, 72, 280, 16, 0.6, "NVIDIA Turing architecture whitepaper, TITAN RTX user guide"),
+    Gpu("titan-rtx", r"TITAN RTX", 24, 16.3, None, 130.5, None, None, 672, 72, 280, 16, 0.7, "NVIDIA Turing architecture whitepaper, TITAN RTX user guide"),
     Gpu("rtx3090", r"GeForce RTX 3090", 24, 35.6, 35.6, 71, 71, None, 936, 82, 350, 32, 0.8, "NVIDIA Ampere GA102 whitepaper"),
     Gpu("rtx4090", r"GeForce RTX 4090", 24, 82.6, 82.6, 165.2, 165.2, 330.3, 1008, 128, 450, 32, 0.8, "NVIDIA Ada architecture whitepaper"),
-    Gpu("t4", r"T4", 15, 8.1, None, 65, None, None, 320, 40, 70, 16, 0.3, "NVIDIA T4 data sheet"),
-    Gpu("l4", r"L4", 22.5, 30.3, 60, 121, 121, 242.5, 300, 58, 72, 32, 0.4, "NVIDIA L4 data sheet"),
-    Gpu("a10", r"A10", 22.5, 31.2, 62.5, 125, 125, None, 600, 72, 150, 32, 0.39, "NVIDIA A10 data sheet"),
-    Gpu("a40", r"A40", 45, 37.4, 74.8, 149.7, 149.7, None, 696, 84, 300, 32, 0.65, "NVIDIA A40 data sheet"),
-    Gpu("v100-16", r"V100-SXM2-16GB", 16, 15.7, None, 125, None, None, 900, 80, 300, 150, 0.45, "NVIDIA V100 data sheet, SXM2"),
-    Gpu("v100-32", r"V100-SXM[23]-32GB", 32, 15.7, None, 125, None, None, 900, 80, 300, 150, 0.45, "NVIDIA V100 data sheet, SXM2"),
-    Gpu("a100-40", r"A100-(SXM4|PCIE)-40GB", 40, 19.5, 156, 312, 312, None, 1555, 108, 400, 300, 0.83, "NVIDIA A100 data sheet"),
-    Gpu("a100-80", r"A100[- ](SXM4-80GB|80GB PCIe)", 80, 19.5, 156, 312, 312, None, 2039, 108, 400, 300, 0.83, "NVIDIA A100 data sheet, SXM"),
-    Gpu("h100-80", r"H100 80GB HBM3", 80, 67, 494, 989, 989, 1979, 3350, 132, 700, 450, 0.72, "NVIDIA H100 data sheet, SXM"),
-    Gpu("h100-pcie", r"H100 PCIe", 80, 51, 378, 756, 756, 1513, 2000, 114, 350, 64, 0.5, "NVIDIA H100 data sheet, PCIe"),
+    Gpu("t4", r"T4", 15, 8.1, None, 65, None, None, 320, 40, 70, 16, 0.37, "NVIDIA T4 data sheet"),
+    Gpu("l4", r"L4", 22.5, 30.3, 60, 121, 121, 242.5, 300, 58, 72, 32, 0.45, "NVIDIA L4 data sheet"),
+    Gpu("a10", r"A10", 22.5, 31.2, 62.5, 125, 125, None, 600, 72, 150, 32, 0.41, "NVIDIA A10 data sheet"),
+    Gpu("a40", r"A40", 45, 37.4, 74.8, 149.7, 149.7, None, 696, 84, 300, 32, 0.69, "NVIDIA A40 data sheet"),
+    Gpu("v100-16", r"V100-SXM2-16GB", 16, 15.7, None, 125, None, None, 900, 80, 300, 150, 0.74, "NVIDIA V100 data sheet, SXM2"),
+    Gpu("v100-32", r"V100-SXM[23]-32GB", 32, 15.7, None, 125, None, None, 900, 80, 300, 150, 0.74, "NVIDIA V100 data sheet, SXM2"),
+    Gpu("a100-40", r"A100-(SXM4|PCIE)-40GB", 40, 19.5, 156, 312, 312, None, 1555, 108, 400, 300, 0.86, "NVIDIA A100 data sheet"),
+    Gpu("a100-80", r"A100[- ](SXM4-80GB|80GB PCIe)", 80, 19.5, 156, 312, 312, None, 2039, 108, 400, 300, 0.86, "NVIDIA A100 data sheet, SXM"),
+    Gpu("h100-80", r"H100 80GB HBM3", 80, 67, 494, 989, 989, 1979, 3350, 132, 700, 450, 0.8, "NVIDIA H100 data sheet, SXM"),
+    Gpu("h100-96", r"H100 96GB HBM2e", 94, 67, 494, 989, 989, 1979, 2400, 132, 500, 450, 0.62, "NVIDIA H100 data sheet, SXM; memory and 500 W as TorchTitan reports them"),
+    Gpu("h100-pcie", r"H100 PCIe", 80, 51, 378, 756, 756, 1513, 2000, 114, 350, 64, 0.55, "NVIDIA H100 data sheet, PCIe"),
     Gpu("h200", r"H200", 141, 67, 494, 989, 989, 1979, 4800, 132, 700, 450, 0.78, "NVIDIA H200 data sheet, SXM"),
-    Gpu("gh200-96", r"GH200 480GB", 96, 67, 494, 990, 990, 1979, 4000, 132, 900, 450, 0.72, "NVIDIA GH200 data sheet, 96 GB HBM3"),
-    Gpu("gh200-144", r"GH200 144G HBM3e", 144, 67, 494, 990, 990, 1979, 4900, 132, 900, 450, 0.72, "NVIDIA GH200 data sheet, 144 GB HBM3e"),
-    Gpu("b200", r"B200", 180, 75, 1125, 2250, 2250, 4500, 8000, 148, 1000, 900, 0.72, "NVIDIA HGX and DGX B200 data sheets, an eighth of a box"),
+    Gpu("gh200-96", r"GH200 480GB", 96, 67, 494, 990, 990, 1979, 4000, 132, 900, 150, 0.83, "NVIDIA GH200 data sheet, 96 GB HBM3; six NVLinks to each GPU of a board of four"),
+    Gpu("gh200-144", r"GH200 144G HBM3e", 144, 67, 494, 990, 990, 1979, 4900, 132, 900, 150, 0.83, "NVIDIA GH200 data sheet, 144 GB HBM3e; six NVLinks to each GPU of a board of four"),
+    Gpu("b200", r"B200", 180, 75, 1125, 2250, 2250, 4500, 8000, 148, 1000, 900, 0.78, "NVIDIA HGX and DGX B200 data sheets, an eighth of a box"),
     Gpu("cpu", r"cpu", None, None, None, None, None, None, None, None, None, None, 0.8, "none: processors differ too much for one line"),
 ]
 # fmt: on
+_MAMF = "maximum achievable matmul FLOPS, github.com/stas00/ml-engineering, compute/accelerator"
+# Where the sustained share of a GPU comes from. Extrapolated: by the watts that a TFLOP/s costs on a GPU of the same
+# process, or of the nearest ones; at most 0.8.
+SUSTAINED = {
+    "h200": ("measured", "745 to 798 TFLOP/s in bf16 with torch 2.11"),
+    "a100-40": ("published", f"267.9 of 312 TFLOP/s: {_MAMF}"),
+    "a100-80": ("published", f"267.9 of 312 TFLOP/s: {_MAMF}"),
+    "h100-80": ("published", f"792.1 of 989 TFLOP/s: {_MAMF}"),
+    "gh200-96": ("published", f"821.0 of 989 TFLOP/s: {_MAMF}"),
+    "gh200-144": ("published", f"821.0 of 989 TFLOP/s: {_MAMF}"),
+    "b200": ("published", f"1745.0 of 2250 TFLOP/s: {_MAMF}"),
+    "v100-16": ("published", "83 of 113 TFLOP/s on the PCIe board: Markidis et al., arXiv 1803.04014"),
+    "v100-32": ("published", "83 of 113 TFLOP/s on the PCIe board: Markidis et al., arXiv 1803.04014"),
+    "t4": ("published", "24 of 65 TFLOP/s at its 70 W: forums.developer.nvidia.com/t/264462"),
+    "h100-96": ("extrapolated", "from 700 W: 0.57 if the rate followed the watts, 0.69 if watts grew with its cube"),
+    "h100-pcie": ("extrapolated", "from 700 W, as h100-96: 0.40 x 989 / 756 to 0.64 x 989 / 756, the lower third"),
+    "a10": ("extrapolated", "150 W at the T4's 2.9 W per TFLOP/s"),
+    "a40": ("extrapolated", "300 W at the T4's 2.9 W per TFLOP/s"),
+    "l4": ("extrapolated", "72 W between the A10's 2.9 W and the H100's 0.9 W per TFLOP/s"),
+    "titan-rtx": ("extrapolated", "280 W at the T4's 2.9 W per TFLOP/s"),
+    "rtx2080": ("extrapolated", "the largest share: more watts per TFLOP/s than any GPU above"),
+    "rtx2080ti": ("extrapolated", "the largest share: more watts per TFLOP/s than any GPU above"),
+    "rtx3090": ("extrapolated", "the largest share: more watts per TFLOP/s than any GPU above"),
+    "rtx4090": ("extrapolated", "the largest share: more watts per TFLOP/s than any GPU above"),
+    "cpu": ("extrapolated", "no measurement"),
+}
 ALIASES = {"v100": "v100-32", "a100": "a100-80", "h100": "h100-80", "gh200": "gh200-96"}
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 import steelyard
 from steelyard import model as models
+from steelyard.core.console import console
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
 from steelyard.core.recipe.blocks import ExpertsBlock, LayerBlock
@@ -31,20 +32,23 @@ from steelyard.training import bandwidth_probe
 from steelyard.training import device as devices
 
 WARM_UP, ROUNDS = 3, 10
+BUDGET = 40.0  # Seconds for all layers. A slow device gets fewer rounds, and larger micro-batches are left out.
 
 
-def measure(recipe: Recipe, tensors: list[int], micro_batches: list[int], with_links: bool = False) -> dict[str, Any]:
-    """The profile of a recipe's layer, in the format of `plan.profile`; optionally with the link between two ranks."""
+def measure(
+    recipe: Recipe, tensors: list[int], micro_batches: list[int], with_links: bool = False, budget: float = BUDGET
+) -> dict[str, Any]:
+    """The profile of a recipe's layer, in the format of `plan.profile`; optionally with the link between two ranks.
+
+    Layers take about `budget` seconds, after which no further one is begun: the planner scales from the nearest
+    measured layer.
+    """
     device = devices.choose(recipe)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     known = by_device_name(name)
     for tensor in tensors:  # Fail before anything is measured.
         cut(measured_block(recipe), tensor)
-    layers = [
-        {"tensor": tensor, "micro_batch": micro_batch, **_layer(recipe, device, tensor, micro_batch)}
-        for tensor in tensors
-        for micro_batch in micro_batches
-    ]
+    layers = _layers(recipe, device, [(tensor, size) for size in sorted(micro_batches) for tensor in tensors], budget)
     rates = _rates(device, devices.DTYPES[recipe.train.precision])
     if with_links:
         rates |= bandwidth_probe.measure(device)
@@ -91,8 +95,31 @@ def cut(layer: LayerBlock, tensor: int) -> LayerBlock:
     return replace(layer, attention=attention, mlp=replace(mlp, ffn=mlp.ffn // tensor))
 
 
-def _layer(recipe: Recipe, device: torch.device, tensor: int, micro_batch: int) -> dict[str, float]:
-    """Seconds of a layer's forward and backward pass."""
+def _layers(
+    recipe: Recipe, device: torch.device, wanted: list[tuple[int, int]], budget: float
+) -> list[dict[str, float]]:
+    """Measured layers by tensor degree and micro-batch, small micro-batches first, until the time is up."""
+    found: list[dict[str, float]] = []
+    end = time.monotonic() + budget
+    with console.progress("measuring layers", len(wanted), "layers") as progress:
+        for number, (tensor, micro_batch) in enumerate(wanted):
+            left = end - time.monotonic()
+            if found and left <= 0:
+                skipped = ", ".join(f"tensor {t} x micro-batch {m}" for t, m in wanted[number:])
+                console.warn(f"not measured within {budget:g} s: {skipped}; the planner scales from the nearest layer")
+                break
+            seconds = _layer(recipe, device, (tensor, micro_batch), left / (len(wanted) - number))
+            found.append({"tensor": tensor, "micro_batch": micro_batch, **seconds})
+            progress.advance(1, f"tensor {tensor}, micro-batch {micro_batch}")
+    return sorted(found, key=lambda one: (one["tensor"], one["micro_batch"]))
+
+
+def _layer(recipe: Recipe, device: torch.device, size: tuple[int, int], budget: float) -> dict[str, float]:
+    """Seconds of a layer's forward and backward pass; `size` is the tensor degree and the micro-batch.
+
+    The first round compiles; no other one begins after the budget.
+    """
+    tensor, micro_batch = size
     dtype = devices.DTYPES[recipe.train.precision]
     built = models.build(recipe.model, StageSpec(range(1), first=False, last=False))
     built.layers["0"] = TransformerLayer(cut(measured_block(recipe), tensor), 0.0, 0.0)
@@ -103,9 +130,9 @@ def _layer(recipe: Recipe, device: torch.device, tensor: int, micro_batch: int) 
     if devices.compiles(recipe, device):
         for layer in built.layers.values():
             layer.compile(options=COMPILING)
-    size = (micro_batch, recipe.data.sequence_length, recipe.model.hidden)
-    stream = torch.randn(size, device=device, dtype=dtype, requires_grad=True)
-    gradient = torch.randn(size, device=device, dtype=dtype)
+    shape = (micro_batch, recipe.data.sequence_length, recipe.model.hidden)
+    stream = torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
+    gradient = torch.randn(shape, device=device, dtype=dtype)
     outcome: list[Tensor] = []
 
     def forward() -> None:
@@ -114,8 +141,12 @@ def _layer(recipe: Recipe, device: torch.device, tensor: int, micro_batch: int) 
     def backward() -> None:
         outcome[0].backward(gradient)
 
-    both = [(_seconds(forward, device), _seconds(backward, device)) for _ in range(WARM_UP + ROUNDS)][WARM_UP:]
-    ahead, back = (sorted(column)[ROUNDS // 2] for column in zip(*both, strict=True))
+    both: list[tuple[float, float]] = []
+    end = time.monotonic() + budget
+    while len(both) < WARM_UP + ROUNDS and (not both or time.monotonic() < end):
+        both.append((_seconds(forward, device), _seconds(backward, device)))
+    timed = both[min(WARM_UP, len(both) // 2) :]
+    ahead, back = (sorted(column)[len(timed) // 2] for column in zip(*timed, strict=True))
     return {"forward": ahead, "backward": back}
 
 

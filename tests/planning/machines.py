@@ -8,11 +8,11 @@ from steelyard.planning.layout_space import SearchLimits
 FASOP = SearchLimits(tensor=4, recomputes=("none",), zeros=(0,), schedules=("1f1b",), virtual=1, subsets=False)
 
 
-def cluster(*nodes: tuple[str, int, int], network: float = 12.5, latency: float = 5.0, **more) -> Cluster:
+def cluster(*nodes: tuple[str, int, int], network: float = 12.5, transport: str = "rdma", **more) -> Cluster:
     """Nodes as (gpu, count, gpus), all on one network."""
     described = [{"type": gpu, "count": count, "gpu": gpu, "gpus": gpus} | more for gpu, count, gpus in nodes]
     return Cluster.model_validate(
-        {"nodes": described, "links": [{"between": ["*", "*"], "GBps": network, "latency_us": latency}]}
+        {"nodes": described, "links": [{"between": ["*", "*"], "GBps": network, "transport": transport}]}
     )
 
 
@@ -41,5 +41,5 @@ def fasops_cluster() -> Cluster:
         {"type": "a100", "count": 1, "gpu": "a100-40", "gpus": 4, "price_hour": 12.0},
         {"type": "a10", "count": 7, "gpu": "a10", "gpus": 4, "price_hour": 4.0},
     ]
-    links = [{"between": ["*", "*"], "GBps": 12.5, "latency_us": 5.0}]
+    links = [{"between": ["*", "*"], "GBps": 12.5, "latency_us": 5.0, "transport": "rdma"}]
     return Cluster.model_validate({"nodes": nodes, "links": links})

@@ -1,7 +1,8 @@
 import pytest
 
 from steelyard.core.errors import UserError
-from steelyard.planning.cluster import Cluster, load
+from steelyard.planning.cluster import Cluster, Wire, load
+from steelyard.planning.communication import reached
 
 NODES = [
     {"type": "a100", "count": 1, "gpu": "a100-40", "gpus": 4, "zone": "east"},
@@ -59,6 +60,25 @@ def test_the_closest_link_counts():
     assert cluster.wire(a100, a10).bandwidth == cluster.wire(a10, a100).bandwidth == 2e9
     assert cluster.wire(a10, a10).bandwidth == 3e9
     assert cluster.wire(a10, a10).latency == 4e-6
+
+
+def test_a_network_uses_sockets_whatever_its_latency_unless_the_file_names_rdma():
+    known = {"between": ["*", "*"], "GBps": 12.5}
+    for latency in (1.0, 10.0, 10.1):
+        cluster = Cluster.model_validate({"nodes": NODES, "links": [known | {"latency_us": latency}]})
+        assert cluster.wire(*cluster.nodes) == Wire(12.5e9, pytest.approx(latency * 1e-6), "tcp")
+    fast = Cluster.model_validate({"nodes": NODES, "links": [known | {"transport": "rdma"}]})
+    assert fast.wire(*fast.nodes) == Wire(12.5e9, pytest.approx(5e-6), "rdma")
+    assert reached(fast.wire(*fast.nodes)) > reached(cluster.wire(*cluster.nodes))
+    without = Cluster.model_validate({"nodes": NODES})
+    assert without.wire(*without.nodes) == Wire(1.25e9, pytest.approx(50e-6), "tcp")
+
+
+def test_the_link_inside_a_node_is_that_of_its_gpu_unless_the_file_names_it():
+    cluster = Cluster.model_validate({"nodes": NODES})
+    assert [cluster.inside(nodes).transport for nodes in cluster.nodes] == ["nvlink", "pcie"]
+    bridged = [NODES[0], NODES[1] | {"intra_transport": "nvlink"}]
+    assert Cluster.model_validate({"nodes": bridged}).insides["a10"].transport == "nvlink"
 
 
 def test_a_gpu_of_the_file_goes_before_the_catalogue():

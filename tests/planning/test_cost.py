@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from steelyard.core.recipe import Recipe
 from steelyard.planning import communication, compute, memory_fit, update_cost
-from steelyard.planning.communication import BASE_LATENCY, LINK_SHARE, NETWORK_SHARE, SOCKET_SHARE, Ring, group
+from steelyard.planning.communication import BASE_LATENCY, REACHED, Ring, group
 from steelyard.planning.compute import MEMORY_SHARE, RAMP, LayerDims, Work
 from steelyard.planning.layout import Seats
 from steelyard.planning.predict import Predictor
@@ -18,6 +18,9 @@ from steelyard.sizes.gpu_catalogue import by_name
 from tests.planning.machines import cluster, gpt, gpt2_xl, layout
 
 A100 = by_name("a100-80")
+
+
+RATE = 312e12 * A100.sustained * STEELYARD.product_share
 
 
 def work(**more) -> Work:
@@ -29,13 +32,13 @@ def work(**more) -> Work:
 def test_a_large_product_reaches_the_sustained_rate():
     size = 16384
     flops = 2 * size**3
-    assert compute.product(work(), size, size, size) == pytest.approx(flops / (312e12 * A100.sustained), rel=0.02)
+    assert compute.product(work(), size, size, size) == pytest.approx(flops / RATE, rel=0.02)
 
 
 def test_a_product_of_one_tile_more_than_there_are_units_takes_a_second_wave():
     # 108 tiles of 256 x 128 are one wave of the A100's 108 units.
     one = compute.product(work(), 256, 128 * 108, 4096)
-    assert one == pytest.approx(2 * 256 * 128 * (4096 + RAMP) / (312e12 * A100.sustained / 108))
+    assert one == pytest.approx(2 * 256 * 128 * (4096 + RAMP) / (RATE / 108))
     more = compute.product(work(), 256, 128 * 109, 4096)
     assert one * 1.2 < more <= 2 * one
 
@@ -69,7 +72,7 @@ def test_megatron_adds_bf16_gradients_to_sums_in_fp32_after_every_micro_batch():
 
 
 def test_fp8_speeds_up_products_but_not_attention():
-    recipe = gpt()
+    recipe = gpt(hidden=4096, heads=32, length=8192)
     h100 = replace(work(precision="bf16"), gpu=by_name("h100"))
     shape = LayerDims.of(recipe)
     wide, narrow = compute.layer(h100, shape), compute.layer(replace(h100, precision="fp8"), shape)
@@ -87,19 +90,23 @@ def test_an_all_reduce_sends_twice_what_is_not_its_own():
 def test_rings_of_a_node_share_its_network_card():
     machines = cluster(("a100-80", 4, 8), network=100.0)
     seats = Seats(machines, (("a100-80", 4),)).of(0, 32)
-    assert group(machines, seats, 1, 8).bandwidth == pytest.approx(300e9 * LINK_SHARE)  # tensor 8: within the node
-    assert group(machines, seats, 8, 4).bandwidth == pytest.approx(100e9 * NETWORK_SHARE / 8)  # eight data rings
-    assert group(machines, seats, 1, 32).bandwidth == pytest.approx(100e9 * NETWORK_SHARE)  # one ring over all
-    slow = cluster(("a100-80", 4, 8), network=100.0, latency=50.0)
-    assert group(slow, seats, 1, 32).bandwidth == pytest.approx(100e9 * SOCKET_SHARE)
+    assert group(machines, seats, 1, 8).bandwidth == pytest.approx(
+        300e9 * REACHED["nvlink"]
+    )  # tensor 8: within the node
+    assert group(machines, seats, 8, 4).bandwidth == pytest.approx(100e9 * REACHED["rdma"] / 8)  # eight data rings
+    assert group(machines, seats, 1, 32).bandwidth == pytest.approx(100e9 * REACHED["rdma"])  # one ring over all
+    # Four tensor ranks: two ranks of each of four data rings are on a node, and they use half of its cards.
+    assert group(machines, seats, 4, 8).bandwidth == pytest.approx(100e9 * REACHED["rdma"] / 4 / 2)
+    slow = cluster(("a100-80", 4, 8), network=100.0, transport="tcp")
+    assert group(slow, seats, 1, 32).bandwidth == pytest.approx(100e9 * REACHED["tcp"])
 
 
 def test_a_send_within_a_node_uses_its_links_and_between_nodes_the_card_that_all_ranks_share():
     machines = cluster(("a10", 2, 4))
     seats = Seats(machines, (("a10", 2),))
     here, there = seats.of(0, 4)[0], seats.of(4, 4)[0]
-    assert communication.send(machines, here, here, 1e9, 4) == pytest.approx(2e-6 + 1 / (32 * LINK_SHARE))
-    assert communication.send(machines, here, there, 1e9, 4) == pytest.approx(5e-6 + 4 / (12.5 * NETWORK_SHARE))
+    assert communication.send(machines, here, here, 1e9, 4) == pytest.approx(5e-6 + 1 / (16 * REACHED["pcie"]))
+    assert communication.send(machines, here, there, 1e9, 4) == pytest.approx(5e-6 + 4 / (12.5 * REACHED["rdma"]))
 
 
 def test_the_parts_of_a_step_add_up_to_it():
@@ -127,10 +134,10 @@ def test_recomputing_adds_a_forward_pass_and_here_leaves_its_last_product_out():
 
 
 def test_fasops_clusters_own_job_is_predicted_better_than_fasop_did():
-    # 8 nodes of 4 A10: measured 1.402 s, FASOP's prediction 1.539 s. The A10's sustained rate was fitted on this job.
+    # 8 nodes of 4 A10: measured 1.402 s, FASOP's prediction 1.539 s.
     machines = cluster(("a10", 8, 4))
     chosen = layout([("a10", 8)], (0, 11, 8, 8, 8, 8, 5, 0), data=4)
-    assert Predictor(gpt2_xl(), machines, MEGATRON).seconds(chosen) == pytest.approx(1.402, rel=0.03)
+    assert Predictor(gpt2_xl(), machines, MEGATRON).seconds(chosen) == pytest.approx(1.402, rel=0.09)
 
 
 meshes = st.sampled_from(

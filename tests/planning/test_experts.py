@@ -5,7 +5,7 @@ import pytest
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
 from steelyard.planning import communication, layout_space, memory_fit
-from steelyard.planning.communication import BASE_LATENCY, LINK_SHARE, NETWORK_SHARE
+from steelyard.planning.communication import BASE_LATENCY, REACHED
 from steelyard.planning.layout import Seats
 from steelyard.planning.layout_space import SearchLimits
 from steelyard.planning.plan_report import shown
@@ -29,13 +29,13 @@ def moe(batch=16, layers=4, parallel=None, **more) -> Recipe:
 
 
 def test_an_all_to_all_takes_the_link_inside_a_node_and_the_shared_network_between_nodes():
-    machines = cluster(("a100-80", 2, 4), network=12.5, latency=5.0)
+    machines = cluster(("a100-80", 2, 4), network=12.5)
     seats = Seats(machines, (("a100-80", 2),)).of(0, 8)
     near, far = (communication.all_to_all(machines, seats, 1, size) for size in (4, 8))
     inside = machines.inside(machines.nodes[0])
-    assert near.seconds(1e9) == pytest.approx(BASE_LATENCY + inside.latency + 0.75e9 / (300e9 * LINK_SHARE))
+    assert near.seconds(1e9) == pytest.approx(BASE_LATENCY + inside.latency + 0.75e9 / (300e9 * REACHED["nvlink"]))
     # Half of the bytes of each of four ranks leave the node.
-    assert far.seconds(1e9) == pytest.approx(BASE_LATENCY + 5e-6 + 4 * 0.5e9 / (12.5e9 * NETWORK_SHARE))
+    assert far.seconds(1e9) == pytest.approx(BASE_LATENCY + 5e-6 + 4 * 0.5e9 / (12.5e9 * REACHED["rdma"]))
     assert communication.all_to_all(machines, seats, 1, 1).seconds(1e9) == 0.0
 
 

@@ -71,7 +71,7 @@ def small_cluster() -> Cluster:
         for name, gpu in (("small-a100", whole.gpu_by_type["a100"]), ("small-a10", whole.gpu_by_type["a10"]))
     ]  # fmt: skip
     nodes = [nodes.model_dump(exclude_none=True) | {"gpu": f"small-{nodes.type}"} for nodes in whole.nodes]
-    links = [{"between": ["*", "*"], "GBps": 12.5, "latency_us": 5.0}]
+    links = [{"between": ["*", "*"], "GBps": 12.5, "latency_us": 5.0, "transport": "rdma"}]
     return Cluster.model_validate({"nodes": nodes, "gpus": gpus, "links": links})
 
 

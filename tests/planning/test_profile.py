@@ -1,6 +1,7 @@
 """Measured layers take the place of reckoned ones."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -37,6 +38,12 @@ def test_a_layer_is_measured_here_and_the_planner_believes_it(recipe, tmp_path):
     assert Predictor(recipe, machines).parts(chosen).compute < 0.1
 
 
+def test_a_slow_machine_measures_the_smallest_micro_batch_and_names_what_it_left_out(recipe, capsys):
+    found = measure(recipe, [1], [2, 1, 4], budget=0.0)
+    assert [(one["tensor"], one["micro_batch"]) for one in found["layers"]] == [(1, 1)]
+    assert "not measured within 0 s: tensor 1 x micro-batch 2, tensor 1 x micro-batch 4" in capsys.readouterr().err
+
+
 def test_gpts_layers_are_measured_with_the_widths_of_a_tensor_rank(in_workplace):
     recipe = load_recipe(in_workplace.recipe, ["model={family='gpt', layers=2, hidden=32, heads=8, vocab=97}"])
     sizes = {name: param.shape for name, param in cut(recipe.model.blocks.layers[0], 4).params().items()}
@@ -56,7 +63,7 @@ def test_measured_rates_and_links_take_the_catalogues_place(recipe):
     ring = predictor.step(chosen := layout([("cpu", 1)], (2,), data=2)).table.rings[0]
     assert (ring.bandwidth, ring.latency) == (pytest.approx(0.5e9), pytest.approx(30e-6))
     gpu = profile.calibrated(machines.gpu_by_type["cpu"], recipe.train.precision)
-    work = Work.of(recipe, gpu, STEELYARD, 1, (1, 1, False))
+    work = Work.of(recipe, gpu, replace(STEELYARD, product_share=1.0), 1, (1, 1, False))
     assert (work.rate, work.bandwidth) == (pytest.approx(0.01e12), pytest.approx(2e9))
     reported = cluster(("cpu", 1, 2), intra_GBps=7.0)  # What the file says is believed.
     assert Predictor(recipe, reported, profiles=[profile]).step(chosen).table.rings[0].bandwidth > 1e9

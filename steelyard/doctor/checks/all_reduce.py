@@ -15,7 +15,7 @@ from steelyard.doctor.machine import Answer, Machine
 from steelyard.doctor.python_info import PythonInfo
 from steelyard.observe import known_errors
 from steelyard.parallel.world import World, detect
-from steelyard.planning.communication import LINK_SHARE
+from steelyard.planning.communication import REACHED
 from steelyard.sizes.gpu_catalogue import by_device_name
 
 TOPIC = "all-reduce"
@@ -83,7 +83,7 @@ def judge(measured: dict[str, Any], gpus: list[str]) -> Finding:
     gpu = by_device_name(gpus[0]) if measured["device"] == "cuda" and gpus else None
     if gpu is None or gpu.link_gb is None or measured["hosts"] > 1:
         return Finding(TOPIC, TOPIC, "ok", words, facts=measured)
-    expected = gpu.link_gb * 1e9 * LINK_SHARE
+    expected = gpu.link_gb * 1e9 * REACHED[gpu.link_transport]
     facts = measured | {"expected": expected}
     if measured["bandwidth"] < LOW * expected:
         hint = (
