@@ -21,9 +21,9 @@ from measured_steps import Case, cases
 from scipy.optimize import least_squares
 
 from steelyard.planning import cluster, communication, compute
+from steelyard.planning.cost_table import Parts
 from steelyard.planning.predict import Predictor
 from steelyard.planning.software import ASYNC_TP, DEEPSPEED, MEGATRON, STEELYARD, TORCHTITAN, Software
-from steelyard.planning.step import Parts
 from steelyard.planning.uncertainty import range_of
 
 # Shares of the fit. Cases of a set divide the set's share, so that large sets do not decide alone.

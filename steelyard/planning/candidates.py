@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING
 from steelyard.core.recipe import Recipe
 from steelyard.planning import layout_space, memory_fit, partition
 from steelyard.planning.cluster import Cluster, Placement
+from steelyard.planning.cost_table import Parts
 from steelyard.planning.layout import Layout
 from steelyard.planning.layout_space import SearchLimits, Use, Variant
 from steelyard.planning.predict import Predictor
 from steelyard.planning.software import Software, as_run
-from steelyard.planning.step import Parts, StepCost
+from steelyard.planning.step import StepCost
 from steelyard.planning.uncertainty import Range, range_of
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    from steelyard.planning.cost_table import StageCost, UnitCost
     from steelyard.planning.layout import Layout
-    from steelyard.planning.step import StageCost, UnitCost
     from steelyard.sizes.memory import Memory
 
 LayoutKey = tuple[object, ...]

@@ -17,9 +17,10 @@ from steelyard.planning import communication, compute, update_cost
 from steelyard.planning.cluster import Cluster, Nodes, Placement
 from steelyard.planning.communication import AllToAll, Ring, group
 from steelyard.planning.compute import LayerDims, Pass, Work
+from steelyard.planning.cost_table import CostTable, Parts, RankParams, StageCost, UnitCost
 from steelyard.planning.layout import Layout, Seat, Seats
 from steelyard.planning.software import STEELYARD, Software, as_run
-from steelyard.planning.step import CostTable, Parts, RankParams, StageCost, StepCost, UnitCost
+from steelyard.planning.step import StepCost
 from steelyard.planning.update_cost import UpdateCost
 from steelyard.sizes.gpu_catalogue import Gpu
 from steelyard.sizes.param_count import parameters

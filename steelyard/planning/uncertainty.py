@@ -18,8 +18,8 @@ from steelyard.planning.cluster import DEFAULT_LINK, LATENCY_US, Cluster, Link, 
 from steelyard.planning.layout import Layout
 
 if TYPE_CHECKING:
+    from steelyard.planning.cost_table import Parts
     from steelyard.planning.measured_layers import Profile
-    from steelyard.planning.step import Parts
 
 Z80 = 1.2816  # Four fifths of a normal distribution are within this many standard deviations.
 # Errors of a part by its evidence. `measured`: on this GPU with this model.

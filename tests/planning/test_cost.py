@@ -181,10 +181,9 @@ def test_muon_adds_its_products_shared_by_the_ranks_of_a_stage_and_their_exchang
         adamw, ours = (Predictor(recipe, machines, STEELYARD).parts(chosen).optimizer for recipe in (plain, muon))
         products = 8 * flops / (312e12 * A100.sustained * ranks)
         matrices = 8 * 12 * short**2
-        saved = (
-            8 * matrices / (ranks if zero else 1) / (2039e9 * MEMORY_SHARE)
-        )  # One state of 4 bytes, read and written.
-        sent = 2 * matrices * (3 / 4) / (300e9 * LINK_SHARE) * (2 / 4 if zero else 1) if ranks > 1 else 0.0
+        # One state of 4 bytes, read and written.
+        saved = 8 * matrices / (ranks if zero else 1) / (2039e9 * MEMORY_SHARE)
+        sent = 2 * matrices * (3 / 4) / (300e9 * REACHED["nvlink"]) * (2 / 4 if zero else 1) if ranks > 1 else 0.0
         assert ours - adamw == pytest.approx(products - saved + sent, rel=0.05)
 
 

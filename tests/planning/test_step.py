@@ -3,8 +3,9 @@
 from dataclasses import fields, is_dataclass
 
 from steelyard.planning.communication import Ring
+from steelyard.planning.cost_table import CostTable, RankParams, StageCost, UnitCost
 from steelyard.planning.predict import Predictor
-from steelyard.planning.step import CostTable, RankParams, StageCost, StepCost, UnitCost
+from steelyard.planning.step import StepCost
 from steelyard.planning.update_cost import UpdateCost
 from tests.planning.machines import cluster, gpt, layout
 
