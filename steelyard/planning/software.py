@@ -68,6 +68,8 @@ class Software:
     """Bytes that move to find the largest value of an fp8 operand, scale it and cast it, per value (fitted)."""
     ring_share: float = 1.0
     """Share of flash attention's rate that ring attention over context ranks reaches (fitted)."""
+    fused_head: bool = False
+    """The forward pass of the head computes its gradients too, with the loss."""
     waits_to_send: bool = False
     """Pipeline sends block compute instead of overlapping with it."""
     waits_to_receive: bool = False
@@ -126,9 +128,12 @@ STEELYARD = Software(
     scattered=False,
     step_overhead=0.7e-3,
     stops_early=True,
+    fused_head=True,
 )
 # The loss is not compiled and uses fp32 logits: cast 6, softmax 12, backward 4, 12 and 6.
-TORCHTITAN = replace(STEELYARD, name="torchtitan", product_share=0.76, ring_share=0.73, logit_bytes=40.0)
+TORCHTITAN = replace(
+    STEELYARD, name="torchtitan", product_share=0.76, ring_share=0.73, logit_bytes=40.0, fused_head=False
+)
 # TorchTitan without compiled layers. Counted: each norm moves 36 bytes per value, rotary embeddings 20.
 TORCHTITAN_EAGER = replace(TORCHTITAN, stream_passes=46.0, inner_passes=5.0, kernels=60)
 ASYNC_TP = 0.25  # `exposed_exchange` of TorchTitan with async tensor parallelism (fitted)
