@@ -6,6 +6,7 @@ these products.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from steelyard.core.recipe import Recipe
@@ -54,10 +55,13 @@ def optimizer(work: Work, recipe: Recipe) -> UpdateCost:
 def matrix_flops(recipe: Recipe) -> float:
     """FLOPs of the optimizer to update the matrices of a layer, on average over layers."""
     flops, optim, layers = OPTIMIZERS[recipe.optim.name].matrix_flops, recipe.optim, recipe.model.blocks.layers
-    found = [param.shape for layer in layers for param in layer.params().values() if param.is_matrix]
-    counts = [shape[0] if len(shape) == 3 else 1 for shape in found]
-    each = [flops(shape[-2], shape[-1], optim.muon_ns_steps) for shape in found]
-    return sum(count * of_one for count, of_one in zip(counts, each, strict=True)) / len(layers)
+    numbers = Counter(map(id, layers))  # Equal layers are one object.
+    total = 0.0
+    for layer in {id(layer): layer for layer in layers}.values():
+        for shape in (param.shape for param in layer.params().values() if param.is_matrix):
+            count = shape[0] if len(shape) == 3 else 1
+            total += numbers[id(layer)] * count * flops(shape[-2], shape[-1], optim.muon_ns_steps)
+    return total / len(layers)
 
 
 def exchanged_bytes(recipe: Recipe, tensor: int) -> int:

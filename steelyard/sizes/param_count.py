@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 from steelyard.core import units
@@ -78,7 +78,7 @@ def parameters(model: ModelConfig, tensor: int = 1, padded: bool = False, expert
     compute a token are on any of the expert ranks, so active parameters are not divided by `expert`.
     """
     ends = end_parameters(model, tensor, padded)
-    of_layers = sum_layers(layer_sizes(model, tensor, expert))
+    of_layers = sum_layers(tuple(layer_sizes(model, tensor, expert)))
     return replace(of_layers, embedding=ends.embedding, final_norm=ends.final_norm, head=ends.head)
 
 
@@ -99,8 +99,9 @@ def described(model: ModelConfig) -> str:
     return units.count(size.total) + active
 
 
-def sum_layers(sizes: Sequence[LayerSize]) -> Parameters:
-    """The parameters of some layers, without embedding, final norm and head."""
+@lru_cache(maxsize=4096)
+def sum_layers(sizes: tuple[LayerSize, ...]) -> Parameters:
+    """The parameters of some layers, without embedding, final norm and head. Cached, because a search repeats them."""
     largest = max(sizes, default=LayerSize(0, 0, 0, 0))
     counts = Counter(sizes)
     total, experts, active, matrices = (

@@ -85,7 +85,7 @@ def stages_parameters(recipe: Recipe, tensor: int = 1, expert: int = 1) -> list[
     table = recipe.model.padded_vocab * recipe.model.hidden // tensor
     head = table if recipe.model.tied and partition.stages > 1 else sizes.head
     layers = layer_sizes(recipe.model, tensor, expert)
-    stages = [sum_layers(_of_stage(layers, partition, stage)) for stage in range(partition.stages)]
+    stages = [sum_layers(tuple(_of_stage(layers, partition, stage))) for stage in range(partition.stages)]
     stages[0] = replace(stages[0], embedding=sizes.embedding)
     stages[-1] = replace(stages[-1], final_norm=sizes.final_norm, head=head)
     return stages
