@@ -15,15 +15,12 @@ from tests.parallel.test_resume import BOTH, HORIZON, halves
 MUON = ["optim.name=muon", "optim.learning_rate=3e-3", "optim.adamw_learning_rate=1e-3"]
 FP32 = [*MUON, "optim.muon_precision=fp32"]
 ROUNDING, BF16_ROUNDING = 1e-5, 1e-3
+# Layouts that shard matrices in different ways; 26 were compared when Muon was written.
 DENSE = [
-    "zero 0 on 2", "zero 1 on 2", "zero 2 on 4", "zero 3 on 4", "hybrid zero 3", "hybrid zero 1", "tensor", "sequence",
-    "context", "pipeline 2 interleaved", "pipeline 2 zero-bubble", "pipeline 4 empty middle", "data x pipeline zero 3",
-    "data x tensor zero 3", "data x context zero 2", "eight zero 3",
+    "zero 1 on 2", "zero 3 on 4", "hybrid zero 1", "sequence", "context", "pipeline 2 zero-bubble",
+    "data x pipeline zero 3", "data x tensor zero 3",
 ]  # fmt: skip
-EXPERTS = [
-    "data zero 3", "tensor", "expert zero 0", "expert zero 1", "expert zero 3 on 4", "expert zero 0 on 4", "expert 4",
-    "hybrid", "expert x tensor", "expert x pipeline",
-]  # fmt: skip
+EXPERTS = ["tensor", "expert zero 1", "expert zero 3 on 4", "hybrid", "expert x pipeline"]
 
 
 @pytest.mark.parametrize("layout", DENSE)
@@ -44,7 +41,7 @@ def test_muon_orthogonalizes_every_expert_on_a_layout(layouts: Layouts, layout: 
     assert_same_routing(curve, alone)
 
 
-@pytest.mark.parametrize("layout", ["zero 1 on 4", "data x tensor zero 3", "pipeline 2 1f1b"])
+@pytest.mark.parametrize("layout", ["zero 1 on 4", "data x tensor zero 3"])
 def test_bf16_iterations_stay_near_one_process(layouts: Layouts, layout: str):
     size, overrides = LAYOUTS[layout]
     curves = [layouts.alone("llama", *MUON), layouts.run(size, "llama", *MUON, *overrides).metrics()]
