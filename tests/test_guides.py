@@ -170,7 +170,7 @@ def test_the_guide_to_planning_works_as_written(place):
         assert done.returncode == 0, f"{small}\n{done.stderr}"
     assert "measured" in done.stdout
     assert "memory of the fullest rank" in done.stdout
-    assert "bubble and pipeline" in done.stdout
+    assert "phase of a step" in done.stdout
 
 
 @pytest.mark.slow

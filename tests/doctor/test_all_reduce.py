@@ -23,7 +23,7 @@ MEASURED = {
 def test_an_exchange_is_judged_by_the_links_of_the_gpu():
     good = all_reduce.judge(MEASURED, A100)
     assert good.verdict == "ok"
-    assert "of about 201 GB/s" in good.words
+    assert "of about 216 GB/s" in good.words
     slow = all_reduce.judge(MEASURED | {"bandwidth": 9e9}, A100)
     assert slow.verdict == "warn"
     assert "a100-80" in slow.words
