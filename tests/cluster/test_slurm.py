@@ -51,7 +51,6 @@ def test_a_lost_node_costs_no_step(yard: Yard, undisturbed: Path, undisturbed_mi
         (verdict,) = yard.watched(run, 1)
         assert verdict["kind"] == "cannot-start"
         assert "needs 2 nodes of partition a10, 1 is alive (a2 is down)" in verdict["message"]
-        assert "a2 does not answer since" in verdict["message"]
         yard.until_pending(pair)
     finally:
         yard.lab.power_on("a2")
