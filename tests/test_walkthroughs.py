@@ -222,7 +222,7 @@ def test_the_page_on_mixed_nodes_works_as_written(environment):
     assert "--nodes=7 --ntasks-per-node=1 --cpus-per-task=32 --partition=gpu2 --gres=gpu:a10:4" in job
     assert "completed" in of(said, "watch")
     assert "step 6/6" in of(said, "logs", "--lines 5")
-    assert "bubble and pipeline" in of(said, "--check")
+    assert "exposed communication" in of(said, "--check")
     assert "seconds" in next(record for record in Run.open("runs/gpt2-xl-mixed").metrics() if record["step"] == 6)
 
 
