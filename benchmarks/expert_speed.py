@@ -7,7 +7,9 @@
 Full optimizer steps on random tokens, bf16, fp32 master weights, clipping, fused AdamW. TorchTitan 0.2.2's model is
 compiled and sharded by its own functions (apply_compile, apply_fsdp), on a mesh of one GPU. Routing is free: no bias
 and no loss forces a balance, except with --imbalance, where both models get a fixed bias per expert that gives the
-stated load at the first step. The load in a line is that of the last step: largest over mean, of the worst layer.
+stated load. Both start with TorchTitan's embedding of standard deviation 1: with a smaller one tokens look alike to the
+router, and its load is high from the first step on. The learning rate is 0, so that the load of a run does not change.
+The load in a line is that of the last step: largest over mean, of the worst layer.
 """
 
 from __future__ import annotations
@@ -58,6 +60,8 @@ def ours(recipe: Recipe, options: argparse.Namespace) -> tuple[float, list[float
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     engine = Engine(recipe, mesh.alone(), device, Extension(), None)
     engine.initialise()
+    embedding = next(part.tensor for part in engine.parts if part.name == "embed.weight")
+    embedding.mul_(1 / recipe.model.init_std)
     batches = data(recipe)
     labels = recipe.train.global_batch * recipe.data.sequence_length
     losses = []
@@ -80,12 +84,18 @@ def ours(recipe: Recipe, options: argparse.Namespace) -> tuple[float, list[float
 
 def unbalance(biases: list[Any], load: Callable[[], float], wanted: float) -> None:
     """Search the bias that gives the wanted load, falling linearly over the experts."""
+
+    def load_with(scale: float) -> float:
+        for bias in biases:
+            bias.data.copy_(scale * torch.linspace(1, 0, len(bias)))
+        return load()
+
+    if (natural := load_with(0.0)) > wanted:
+        raise SystemExit(f"the load without a bias is {natural:.2f}, more than the wanted {wanted:g}")
     low, high = 0.0, 1.0
     for _ in range(12):
         middle = (low + high) / 2
-        for bias in biases:
-            bias.data.copy_(middle * torch.linspace(1, 0, len(bias)))
-        low, high = (middle, high) if load() < wanted else (low, middle)
+        low, high = (middle, high) if load_with(middle) < wanted else (low, middle)
 
 
 def theirs(recipe: Recipe, options: argparse.Namespace) -> tuple[float, list[float], float]:
