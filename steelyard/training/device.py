@@ -7,6 +7,7 @@ import torch
 from steelyard.checkpoint.formats import CheckpointSource
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
+from steelyard.model import cpu_bf16
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
@@ -27,6 +28,14 @@ def choose(recipe: Recipe) -> torch.device:
     return torch.device("cuda" if is_cuda else "cpu")
 
 
+def compute_dtype(precision: str, device: torch.device) -> torch.dtype:
+    """The dtype of a precision; a CPU without bf16 instructions is prepared for it."""
+    dtype = DTYPES[precision]
+    if dtype == torch.bfloat16 and device.type == "cpu":
+        cpu_bf16.use_fp32_products()
+    return dtype
+
+
 def compiles(recipe: Recipe, device: torch.device) -> bool:
     """Whether layers are compiled: `train.compile` if set, otherwise on a GPU if the schedule allows it."""
     if recipe.train.compile is not None:
@@ -45,7 +54,7 @@ def device_for(name: str) -> torch.device:
 def dtype_for(name: str, source: CheckpointSource, device: torch.device) -> torch.dtype:
     """The compute dtype; `auto` is fp32 on a CPU and the checkpoint's dtype on a GPU."""
     if name != "auto":
-        return DTYPES[name]
+        return compute_dtype(name, device)
     return source.dtype if device.type == "cuda" and source.dtype in NAMES else torch.float32
 
 

@@ -52,7 +52,7 @@ class Engine:
                 fp8.convert(model)
 
         compiled = devices.compiles(recipe, device)
-        dtype = devices.DTYPES[recipe.train.precision]
+        dtype = devices.compute_dtype(recipe.train.precision, device)
         self.assembly = assemble(recipe, mesh, device, dtype, compiled, transform)
         self.parts = self.assembly.parts
         self.micro_losses: list[Tensor] = []
@@ -252,7 +252,7 @@ class Engine:
         config = self.recipe.model
         if self.mesh.context.size > 1 or config.attention_dropout:
             return False
-        dtype = devices.DTYPES[self.recipe.train.precision]
+        dtype = devices.compute_dtype(self.recipe.train.precision, self.device)
         return has_varlen_attention(self.device, dtype, getattr(config, "head_dim", config.hidden // config.heads))
 
     def dense_attention(self) -> str | None:

@@ -49,7 +49,7 @@ def measure(
     for tensor in tensors:  # Fail before anything is measured.
         cut(measured_block(recipe), tensor)
     layers = _layers(recipe, device, [(tensor, size) for size in sorted(micro_batches) for tensor in tensors], budget)
-    rates = _rates(device, devices.DTYPES[recipe.train.precision])
+    rates = _rates(device, devices.compute_dtype(recipe.train.precision, device))
     if with_links:
         rates |= bandwidth_probe.measure(device)
     return {
@@ -120,7 +120,7 @@ def _layer(recipe: Recipe, device: torch.device, size: tuple[int, int], budget: 
     The first round compiles; no other one begins after the budget.
     """
     tensor, micro_batch = size
-    dtype = devices.DTYPES[recipe.train.precision]
+    dtype = devices.compute_dtype(recipe.train.precision, device)
     built = models.build(recipe.model, StageSpec(range(1), first=False, last=False))
     built.layers["0"] = TransformerLayer(cut(measured_block(recipe), tensor), 0.0, 0.0)
     built = built.to(device)

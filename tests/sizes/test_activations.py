@@ -13,11 +13,14 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from steelyard import model
 from steelyard.core.recipe import Recipe, load_recipe
 from steelyard.core.recipe.blocks import ExpertsBlock
+from steelyard.model import cpu_bf16
 from steelyard.model.transformer import LayerInputs
 from steelyard.parallel.activation_checkpoint import _policy
 from steelyard.sizes import activations
 from steelyard.sizes.activations import working_bytes
 from steelyard.sizes.param_count import parameters
+
+cpu_bf16.use_fp32_products()
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_GPU])]

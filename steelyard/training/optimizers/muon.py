@@ -21,6 +21,7 @@ from torch import Tensor
 
 from steelyard.core.recipe.optim_section import OptimSection
 from steelyard.core.recipe.optimizers import newton_schulz_flops
+from steelyard.model import cpu_bf16
 from steelyard.parallel.matrix_exchange import HeldPiece, plan_rounds
 from steelyard.parallel.mesh import MeshAxis
 from steelyard.training.optimizers import OptimParam, param_groups
@@ -50,6 +51,8 @@ class Muon(AdamW):
         shards = [each.shard for each in matrices]
         self.rounds = plan_rounds(shards, stage, lambda rows, columns: newton_schulz_flops(rows, columns, 1))
         self.dtype = torch.bfloat16 if optim.muon_precision == "bf16" else torch.float32
+        if self.dtype == torch.bfloat16 and any(tensor.device.type == "cpu" for tensor in self.tensors):
+            cpu_bf16.use_fp32_products()
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
