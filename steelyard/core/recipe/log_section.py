@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from steelyard.core.recipe.section import NonNegativeInt, PositiveInt, Section, contradiction
 
@@ -29,13 +29,15 @@ class LogSection(Section):
         None, description="command (its words) or webhook (URL, or $NAME of a variable) for changes of watch's verdict"
     )
 
-    @model_validator(mode="after")
-    def _has_target(self) -> LogSection:
-        target = self.on_verdict
-        if target == [] or (isinstance(target, str) and not target.startswith(("http://", "https://", "$"))):
+    @field_validator("on_verdict", mode="before")
+    @classmethod
+    def _has_target(cls, target: Any) -> Any:
+        is_command = isinstance(target, list) and target and all(isinstance(word, str) for word in target)
+        is_webhook = isinstance(target, str) and target.startswith(("http://", "https://", "$"))
+        if target is not None and not is_command and not is_webhook:
             hint = 'write the words of a command, ["./notify.sh", "me"], the URL of a webhook, or $NAME of a variable'
             raise contradiction("log.on_verdict", f"{target!r} is neither a command nor a webhook", hint)
-        return self
+        return target
 
     @model_validator(mode="after")
     def _first_before_last(self) -> LogSection:
