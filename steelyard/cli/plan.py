@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -296,6 +297,8 @@ def measure(
 
     Example: steelyard plan measure llama3.1-70b parallel.tensor=8 parallel.pipeline=8 --world 512 --ranks 0,448
     """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # PyTorch's profiler, which counts the memory of a CPU, is silent
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from steelyard.planning import measured_ranks
     from steelyard.training import rank_measure
 

@@ -129,7 +129,7 @@ def _ranking(recipe: Recipe, found: SearchResult, tokens: int) -> str:
         dollars = "" if figures["dollars"] is None else f"{figures['dollars']:,.0f}"
         nodes = " ".join(figures["placement"])
         rows.append(
-            [str(number), f"{plan.seconds:.3f}", f"{plan.range.low:.3g} to {plan.range.high:.3g}",
+            [str(number), f"{plan.seconds:.3f}", str(plan.range),
              units.count(figures["tokens_per_second"]), _days(figures["days"]), dollars,
              str(plan.layout.world), shown(plan.layout), nodes]
         )  # fmt: skip
@@ -141,7 +141,7 @@ def _ranking(recipe: Recipe, found: SearchResult, tokens: int) -> str:
 def _doubts(recipe: Recipe, cluster: Cluster, plan: Plan) -> str:
     """What the prediction rests on: its evidence, every default, and the nodes that stay idle."""
     idle = uncertainty.idle_nodes(cluster, plan.layout, recipe.train.precision)
-    lines = [f"the best plan takes {plan.range.low:.3g} to {plan.range.high:.3g} s in four of five cases "
+    lines = [f"the best plan takes {plan.range} s in four of five cases "
              f"({EVIDENCE[plan.range.evidence]})"]  # fmt: skip
     lines += [f"  assumed: {each}" for each in uncertainty.assumptions(cluster, plan.layout)]
     lines += [f"  idle: {each.count} {each.type} ({each.why})" for each in idle]

@@ -40,6 +40,10 @@ class Range:
         """Whether the two steps may take the same time."""
         return self.low <= other.high and other.low <= self.high
 
+    def __str__(self) -> str:
+        low, high = (f"{value:.3g}" if value < 1000 else f"{value:,.0f}" for value in (self.low, self.high))
+        return f"{low} to {high}"
+
 
 def range_of(cluster: Cluster, profiles: Mapping[str, Profile], layout: Layout, parts: Parts) -> Range:
     """The range of a predicted step."""
