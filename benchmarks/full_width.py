@@ -23,8 +23,8 @@ from steelyard.checkpoint.formats.source import load_into
 from steelyard.core.recipe import load_recipe
 
 PRESETS = (
-    "gpt2-xl", "llama2-7b", "llama3.1-8b", "mistral-7b", "qwen2-7b", "qwen3-8b", "gemma3-4b", "olmo2-7b", "smollm3-3b",
-    "mixtral-8x7b", "qwen3-30b-a3b",
+    "gpt2-xl", "llama2-7b", "llama3.1-8b", "mistral-7b", "qwen2-7b", "qwen3-8b", "gemma2-2b", "gemma3-4b", "olmo2-7b",
+    "smollm3-3b", "mixtral-8x7b", "qwen3-30b-a3b",
 )  # fmt: skip
 TOKENS = 48
 
