@@ -207,3 +207,18 @@ def test_a_gpu_computes_what_a_cpu_computes(prefers, settings, compiled):
     for found, wanted in pairs:
         # Normalized scores that are all 1 have gradients near zero, which are rounding.
         assert (found.float().cpu() - wanted).abs().max() < 0.03 * wanted.abs().max() + 5e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("settings", [{}, {"capacity": 0.5}, {"score": "sigmoid", "bias_rate": 0.1}], ids=str)
+def test_a_gpu_is_asked_for_no_number(settings):
+    module = experts(**settings).cuda()
+    for step in range(2):
+        ours = drawn().detach().to("cuda", torch.bfloat16).requires_grad_()
+        torch.cuda.set_sync_debug_mode("error" if step else "default")  # The first step loads kernels.
+        try:
+            output, _ = module(ours)
+            output.float().square().sum().backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
