@@ -96,6 +96,8 @@ def of_recipe(recipe: Recipe, cluster: Cluster, short: bool = False) -> Layout:
     `short` allows 1F1B with fewer micro-batches than pipeline ranks, which Megatron supports and PyTorch does not. Some
     GPUs of the last node in the placement may stay idle.
     """
+    from steelyard.sizes.least_recompute import with_least_recompute
+    from steelyard.sizes.memory import RESERVED
     from steelyard.sizes.rank_check import data_ranks
     from steelyard.sizes.stage_layers import partition_of
 
@@ -119,6 +121,8 @@ def of_recipe(recipe: Recipe, cluster: Cluster, short: bool = False) -> Layout:
     without = [gpu.name for gpu in gpus if gpu.peak(recipe.train.precision) is None]
     if without:
         raise lacking(recipe, without)
+    memories = [gpu.memory for gpu in gpus if gpu.memory is not None]
+    recompute = with_least_recompute(recipe, world, min(memories) - RESERVED if memories else None).parallel.recompute
     return Layout(
         tensor=parallel.tensor,
         context=parallel.context,
@@ -129,7 +133,7 @@ def of_recipe(recipe: Recipe, cluster: Cluster, short: bool = False) -> Layout:
         sequence_parallel=parallel.sequence_parallel,
         schedule=parallel.schedule,
         micro_batch=recipe.train.micro_batch,
-        recompute=parallel.recompute,
+        recompute=recompute,
         partition=partition_of(recipe).counts,
         placement=placement,
         expert=parallel.expert,

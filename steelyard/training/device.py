@@ -8,6 +8,7 @@ from steelyard.checkpoint.formats import CheckpointSource
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
 from steelyard.model import cpu_bf16
+from steelyard.sizes.memory import RESERVED
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
@@ -56,6 +57,11 @@ def dtype_for(name: str, source: CheckpointSource, device: torch.device) -> torc
     if name != "auto":
         return compute_dtype(name, device)
     return source.dtype if device.type == "cuda" and source.dtype in NAMES else torch.float32
+
+
+def usable_memory(device: torch.device) -> int | None:
+    """Bytes of a GPU for tensors; None for a CPU."""
+    return torch.cuda.get_device_properties(device).total_memory - RESERVED if device.type == "cuda" else None
 
 
 def name(device: torch.device) -> str:

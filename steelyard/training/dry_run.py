@@ -20,6 +20,7 @@ from steelyard.core.recipe import Recipe
 from steelyard.core.recipe.parallel_section import Partition
 from steelyard.model import StageSpec
 from steelyard.sizes.gpu_catalogue import CATALOGUE, GIB, by_name
+from steelyard.sizes.least_recompute import with_least_recompute
 from steelyard.sizes.memory import RESERVED, Memory, memory_of, micro_batches
 from steelyard.sizes.memory_hints import remedies
 from steelyard.sizes.param_count import described, parameters
@@ -73,10 +74,12 @@ class DryRun:
 def dry_run(recipe: Recipe, world: int | None = None, gpu: str | None = None) -> DryRun:
     """Build the recipe's model without weights and predict each rank's memory with `world` ranks."""
     world = recipe.parallel.least_world if world is None else world
+    device = device_of(recipe, gpu)
+    recipe = with_least_recompute(recipe, world, None if device is None else device.usable)
     memory = memory_of(recipe, world)
     partition = partition_of(recipe)
     stages = [_stage(recipe, partition, number) for number in range(recipe.parallel.stages)]
-    return DryRun(recipe, world, stages, memory, device_of(recipe, gpu))
+    return DryRun(recipe, world, stages, memory, device)
 
 
 def device_of(recipe: Recipe, gpu: str | None) -> DeviceMemory | None:

@@ -29,6 +29,7 @@ from steelyard.parallel import mesh as meshes
 from steelyard.parallel.fake_group import Received, fake_world
 from steelyard.parallel.mesh import Mesh
 from steelyard.sizes.gpu_catalogue import by_device_name
+from steelyard.sizes.least_recompute import with_least_recompute
 from steelyard.sizes.memory import memory_of
 from steelyard.sizes.param_count import expert_keys
 from steelyard.sizes.rank_check import data_ranks
@@ -65,6 +66,7 @@ def measure(
     if recipe.finetune is not None or recipe.sparsity is not None:
         raise UserError("plan measure builds pretraining steps", hint="remove [finetune] and [sparsity]")
     device = devices.choose(recipe)
+    recipe = with_least_recompute(recipe, world, devices.usable_memory(device))
     name = devices.name(device)
     known = by_device_name(name)
     parallel, model = recipe.parallel, recipe.model

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import torch
+import torch.distributed as dist
+
 from steelyard.core.console import console
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
 from steelyard.parallel.world import World, raise_on_all_ranks, run_on_rank0
+from steelyard.sizes.least_recompute import with_least_recompute
 from steelyard.sizes.rank_check import data_ranks
 from steelyard.text import tokenizer as tokenizers
 from steelyard.tokens.samples import Samples, open_samples
+from steelyard.training import device as devices
 from steelyard.training.metrics import check_writers
 from steelyard.training.profiler import refuse_absent
 
@@ -18,6 +23,20 @@ def refuse_unfit(recipe: Recipe, world: World) -> None:
     data_ranks(recipe, world.size)
     check_writers(recipe)
     refuse_absent(recipe, world.size)
+
+
+def with_recompute(recipe: Recipe, world: World, device: torch.device) -> Recipe:
+    """Replace `parallel.recompute = "auto"` by what fits on the GPU with the least memory."""
+    usable = devices.usable_memory(device)
+    if recipe.parallel.recompute != "auto":
+        return recipe
+    if usable is not None and world.size > 1:
+        least = torch.tensor(usable, device=device)
+        dist.all_reduce(least, dist.ReduceOp.MIN)
+        usable = int(least)
+    chosen = with_least_recompute(recipe, world.size, usable)
+    console.say(f"parallel.recompute = auto: {chosen.parallel.recompute}")
+    return chosen
 
 
 def open_data(recipe: Recipe, world: World) -> tuple[Samples, Samples | None]:

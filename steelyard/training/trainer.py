@@ -69,15 +69,15 @@ def run(
             end_of_document = setup.end_of_document(recipe)
         if device.type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
+        recipe = setup.with_recompute(recipe, world, device)
         training, validation = open_data(recipe, world)
         folder = run_on_rank0(world, lambda: for_training(recipe, path, fresh=resume == "never"))
         with run_status.writing(folder, world):
             start_from = None if resume in ("auto", "never") else resume
             assert extension is not None or recipe.sparsity is None, "[sparsity] needs its extension"
             extension = extension or Extension()
-            trainer = Trainer(
-                recipe, folder, device, world, training, validation, end_of_document, extension, start_from
-            )
+            data = (training, validation, end_of_document)
+            trainer = Trainer(recipe, folder, device, world, *data, extension, start_from)
             try:
                 with stop_request() as stop:
                     state = trainer.train(stop)

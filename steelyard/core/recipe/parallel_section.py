@@ -78,8 +78,8 @@ class ParallelSection(Section):
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = "1f1b"
     partition: PartitionField | None = Field(None, description="default: layers are balanced by cost")
     placement: list[str] = Field([], description='nodes in rank order, like ["a100:1", "a10:7"]')
-    recompute: Literal["none", "selective", "full"] | NonNegativeInt = Field(
-        "none", description="activation checkpointing; a number: full, for this many layers per stage"
+    recompute: Literal["none", "selective", "full", "auto"] | NonNegativeInt = Field(
+        "none", description="activation checkpointing; a number: full, for this many layers per stage; auto: what fits"
     )
     timeout_minutes: PositiveFloat = Field(10.0, description="timeout of the process groups")
 
