@@ -11,9 +11,10 @@ measurement depends on the device:
 
 The time that a rank waits for its data is added to both, and on a GPU the time for which its process was stopped. Ranks
 exchange these times only when a record is written. The median over the last minute counts, because a single step shows
-what the operating system did and not what the machine can do. On a CPU a record also has `core_wait`, the seconds per
-step in which any rank waited for a core: other processes then make all ranks slower. A rank is compared with the ranks
-of its pipeline stage, which do the same work; the only rank of a stage is compared with its own last ten minutes.
+what the operating system did and not what the machine can do. `data_wait` is the slowest rank's wait for data. On a CPU
+a record also has `core_wait`, the seconds per step in which any rank waited for a core: other processes then make all
+ranks slower. A rank is compared with the ranks of its pipeline stage, which do the same work; the only rank of a stage
+is compared with its own last ten minutes.
 """
 
 from __future__ import annotations
@@ -81,15 +82,16 @@ class StepTimer:
             own, waited = self._probed_time(), self._data + delayed
         else:  # A starved process has both delays.
             own, waited = (self._compute + max(self._delay, delayed)) / steps, self._data
-        mine = torch.tensor([own, waited / steps, self._delay / steps], dtype=torch.float64)
+        mine = torch.tensor([own, *(each / steps for each in (waited, self._data, self._delay))], dtype=torch.float64)
         self._compute = self._delay = self._data = 0.0
         all_ranks = [torch.zeros_like(mine) for _ in range(self.mesh.world.size)]
         dist.all_gather(all_ranks, mine)
-        computed, idle, delays = (list(each) for each in zip(*(each.tolist() for each in all_ranks), strict=True))
+        computed, idle, data, delays = (list(each) for each in zip(*(each.tolist() for each in all_ranks), strict=True))
         if self.device.type == "cuda":
             computed = shared_out(seconds / steps - median_low(idle), computed)
         times = [a + b for a, b in zip(computed, idle, strict=True)]
         slowest = self._slowest(*self._history.add(time.monotonic(), times, steps))
+        slowest["data_wait"] = data[int(slowest["slowest"])]
         return {"rank_seconds": slowest | ({"core_wait": sum(delays)} if self.device.type == "cpu" else {})}
 
     def _slowest(self, times: list[float], past: list[float]) -> dict[str, float]:

@@ -516,6 +516,11 @@ def test_slow_steps_and_the_slow_rank_are_one_verdict(folder: Folder):
         "steps take 6.0 times as long as 10 minutes ago; rank 3 on n1 is 1.6 times slower than its peers, "
         "and all ranks wait for it"
     )
+    for record in folder.records[-8:]:
+        record["rank_seconds"]["data_wait"] = 0.4
+    (verdict,) = judge(folder.state())
+    assert "1.6 times slower than its peers, waiting for data, and all ranks wait" in verdict.message
+    assert "filesystem of the token files" in verdict.what_to_do
 
 
 def test_a_failed_run_says_what_is_not_said_already_and_from_where_it_would_go_on(folder: Folder):

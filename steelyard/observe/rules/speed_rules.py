@@ -25,6 +25,7 @@ LONGER_ALL = 3.0  # if no rank is slower than its peers
 LONGEST = 1.25  # times as long as in the slowest quarter of the minutes before, which shows how much steps vary
 AGO = 10 * MINUTE  # compared with the time before, if the run is that old
 LEAST_MINUTES = 3
+WAITS_FOR_DATA = ", waiting for data"
 CAUSES = "check for other processes, heat or a low clock rate"
 
 
@@ -42,6 +43,8 @@ def slow_rank(state: RunState) -> Verdict | None:
         return Verdict("slow-steps", "warning", message, what)
     message = "; ".join(filter(None, [steps, f"{rank}, and all ranks wait for it"]))
     what = f"{CAUSES} there ({tools}); exclude the host, or assign it fewer layers (steelyard plan)"
+    if rank.endswith(WAITS_FOR_DATA):
+        what = "check the disk or filesystem of the token files, as that host sees it (iostat, steelyard doctor)"
     return Verdict("slow-rank", "warning", message, what)
 
 
@@ -78,7 +81,8 @@ def _same(state: RunState, records: list[dict[str, Any]], times: float, seconds:
     if host and devices.get(host) not in (None, Counter(devices.values()).most_common(1)[0][0]):
         who += f" ({devices[host]})"
     times_slower = median(each["seconds"] / each["median"] for each in reported)
-    return f"{who} is {times_slower:.1f} times slower than {_peers(state)}"
+    waits = median(_number(each.get("data_wait")) / (each["seconds"] - each["median"]) for each in reported)
+    return f"{who} is {times_slower:.1f} times slower than {_peers(state)}" + (WAITS_FOR_DATA if waits > 0.5 else "")
 
 
 def _peers(state: RunState) -> str:
@@ -111,6 +115,9 @@ def _slow_steps(state: RunState) -> tuple[float, str]:
     return times, f"steps take {times:.1f} times as long as {minutes} minutes ago"
 
 
+def _number(value: Any) -> float:
+    return float(value) if is_number(value) else 0.0
+
+
 def _time(record: dict[str, Any]) -> float:
-    at = record.get("time")
-    return float(at) if is_number(at) else 0.0
+    return _number(record.get("time"))
