@@ -50,7 +50,7 @@ class StepTimer:
         self.is_on = mesh.world.size > 1
         self._compute = self._delay = self._data = self._stalled = 0.0
         self._probed, self._probe = float("-inf"), 0.0
-        self._history = History()
+        self._history, self._data_history = History(), History()
 
     @contextmanager
     def time_step(self, step: int) -> Iterator[None]:
@@ -90,8 +90,9 @@ class StepTimer:
         if self.device.type == "cuda":
             computed = shared_out(seconds / steps - median_low(idle), computed)
         times = [a + b for a, b in zip(computed, idle, strict=True)]
-        slowest = self._slowest(*self._history.add(time.monotonic(), times, steps))
-        slowest["data_wait"] = data[int(slowest["slowest"])]
+        now = time.monotonic()
+        slowest = self._slowest(*self._history.add(now, times, steps))
+        slowest["data_wait"] = self._data_history.add(now, data, steps)[0][int(slowest["slowest"])]
         return {"rank_seconds": slowest | ({"core_wait": sum(delays)} if self.device.type == "cpu" else {})}
 
     def _slowest(self, times: list[float], past: list[float]) -> dict[str, float]:
