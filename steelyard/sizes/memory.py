@@ -17,6 +17,7 @@ from steelyard.sizes.activations import FP32, working_bytes
 from steelyard.sizes.adapter_size import adapter_size
 from steelyard.sizes.gpu_catalogue import GIB
 from steelyard.sizes.in_flight import fullest
+from steelyard.sizes.memory_copies import memory_copies
 from steelyard.sizes.memory_moments import MomentSizes, peak
 from steelyard.sizes.param_count import layer_matrices
 from steelyard.sizes.rank_check import data_ranks
@@ -42,6 +43,8 @@ class Memory:
     layer_buffers: int
     exchange_buffers: int
     host: int
+    memory_copies: int = 0
+    """The part of `host` for memory checkpoints."""
     not_at_once: int = 0
     """The peak minus the sum of the other kinds: at most 0, unless the peak was measured."""
 
@@ -52,7 +55,7 @@ class Memory:
 
     def by_kind(self) -> dict[str, int]:
         """Bytes on the device, by kind."""
-        return {kind: size for kind, size in vars(self).items() if kind != "host"}
+        return {kind: size for kind, size in vars(self).items() if kind not in ("host", "memory_copies")}
 
 
 def micro_batches(recipe: Recipe, world: int) -> int:
@@ -125,6 +128,8 @@ class _Rank:
         state = int(STATE_BYTES[self.recipe.optim.state] * self._optimizer_states())
         offload = self.recipe.optim.offload
         logits = head_memory.logits_chunk(self.recipe, self.tokens) if self.is_last else 0
+        saved = sharded + FP32 * self._optimizer_states()
+        copies = memory_copies(self.recipe, saved, self.columns, self.shards)
         memory = Memory(
             weights=kept,
             working_copies=self._working_copies() + self._masked_weights(),
@@ -135,7 +140,8 @@ class _Rank:
             head_and_loss=logits + sum(self._head_gradients()),
             layer_buffers=self._layer_buffers(),
             exchange_buffers=self._exchange_buffers(),
-            host=state + 2 * sharded if offload else 0,
+            host=copies + (state + 2 * sharded if offload else 0),
+            memory_copies=copies,
         )
         most = peak(self._moments(memory, sharded))
         return replace(memory, not_at_once=min(0, most - memory.total))
