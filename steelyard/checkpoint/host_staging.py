@@ -1,8 +1,9 @@
 """Copies of a rank's shards in pinned host memory, made while the next step computes.
 
 The copies run on a stream of their own. They read the tensors that the next optimizer update changes, so the training
-stream waits for them before that update (`before_update`), not the host. Tensors that are in host memory already are
-copied at once.
+stream waits for them before that update (`before_update`), not the host. If a step is shorter than the copies, a part
+of the tensors can be cloned on the device, which is fast; the update does not wait for the copies of clones. Tensors
+that are in host memory already are copied at once.
 """
 
 from __future__ import annotations
@@ -24,9 +25,13 @@ ALIGNMENT = 512  # bytes, of a buffer
 class HostStaging:
     """One set of buffers, reused by every copy. `copy` must not be called while the last copies are still in use."""
 
-    def __init__(self) -> None:
+    def __init__(self, device_bytes: int = 0) -> None:
+        self.device_bytes = device_bytes
+        """The most bytes of clones on the device."""
         self._buffers: dict[str, Tensor] = {}
         self._stream: torch.cuda.Stream | None = None
+        self._unread: torch.cuda.Event | None = None
+        """The tensors of the training are not read any more."""
         self._done: torch.cuda.Event | None = None
         self._sources: list[Tensor] = []
 
@@ -53,17 +58,29 @@ class HostStaging:
         device = next(iter(tensors.values())).device
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)
+        clones = self._cloned(tensors)
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):
-            for name, tensor in tensors.items():
-                self._buffers[name].copy_(tensor, non_blocking=True)
-        self._done = self._stream.record_event()
-        self._sources = list(tensors.values())  # A tensor that was made for the copy must live until then.
+            for name in tensors.keys() - clones.keys():
+                self._buffers[name].copy_(tensors[name], non_blocking=True)
+            self._unread = self._stream.record_event()
+            for name, clone in clones.items():
+                self._buffers[name].copy_(clone, non_blocking=True)
+            self._done = self._stream.record_event()
+        self._sources = [*tensors.values(), *clones.values()]  # What was made for the copies must live until then.
+
+    def _cloned(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        left, clones = self.device_bytes, {}
+        for name, tensor in tensors.items():
+            if tensor.nbytes <= left:
+                left -= tensor.nbytes
+                clones[name] = tensor.clone()
+        return clones
 
     def before_update(self) -> None:
-        """Make the training stream wait for the copies, before it changes the tensors."""
-        if self._done is not None:
-            torch.cuda.current_stream().wait_event(self._done)
+        """Make the training stream wait until its tensors are read, before it changes them."""
+        if self._unread is not None:
+            torch.cuda.current_stream().wait_event(self._unread)
 
     def wait(self) -> None:
         """Wait on the host until the copies are complete."""

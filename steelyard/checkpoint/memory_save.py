@@ -33,10 +33,10 @@ METADATA = ".metadata"
 class MemorySaver:
     """Stores memory checkpoints of a run, one at a time. Construction, `is_ready` and `save` are collective calls."""
 
-    def __init__(self, root: Path, world: World) -> None:
+    def __init__(self, root: Path, world: World, device_bytes: int = 0) -> None:
         self.world, self.nodes = world, Nodes.of(world)
         self.folder = root / f"node-{self.nodes.number_on_host}"
-        self.staging = HostStaging()
+        self.staging = HostStaging(device_bytes)
         self.stored: int | None = None
         """The step of the newest complete memory checkpoint."""
         # A separate group, because training communicates at the same time.

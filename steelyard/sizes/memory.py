@@ -12,12 +12,11 @@ from operator import mul
 
 from steelyard.core.recipe import Recipe
 from steelyard.core.recipe.optimizers import OPTIMIZERS, STATE_BYTES
-from steelyard.sizes import activations, head_memory
+from steelyard.sizes import activations, head_memory, memory_copies
 from steelyard.sizes.activations import FP32, working_bytes
 from steelyard.sizes.adapter_size import adapter_size
 from steelyard.sizes.gpu_catalogue import GIB
 from steelyard.sizes.in_flight import fullest
-from steelyard.sizes.memory_copies import memory_copies
 from steelyard.sizes.memory_moments import MomentSizes, peak
 from steelyard.sizes.param_count import layer_matrices
 from steelyard.sizes.rank_check import data_ranks
@@ -129,7 +128,7 @@ class _Rank:
         offload = self.recipe.optim.offload
         logits = head_memory.logits_chunk(self.recipe, self.tokens) if self.is_last else 0
         saved = sharded + FP32 * self._optimizer_states()
-        copies = memory_copies(self.recipe, saved, self.columns, self.shards)
+        copies = memory_copies.on_host(self.recipe, saved, self.columns, self.shards)
         memory = Memory(
             weights=kept,
             working_copies=self._working_copies() + self._masked_weights(),
@@ -139,7 +138,7 @@ class _Rank:
             temporaries=self._temporaries(),
             head_and_loss=logits + sum(self._head_gradients()),
             layer_buffers=self._layer_buffers(),
-            exchange_buffers=self._exchange_buffers(),
+            exchange_buffers=self._exchange_buffers() + memory_copies.on_device(self.recipe, saved),
             host=copies + (state + 2 * sharded if offload else 0),
             memory_copies=copies,
         )

@@ -13,6 +13,7 @@ from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
 from steelyard.core.run import Run
 from steelyard.parallel.world import World, run_on_rank0
+from steelyard.sizes.gpu_catalogue import GIB
 from steelyard.training import timeline
 from steelyard.training.engine import Engine
 
@@ -67,7 +68,7 @@ def memory_saver(recipe: Recipe, folder: Run, world: World, engine: Engine) -> M
         if world.local_rank == 0:
             memory_folder.remove(root)  # of an attempt with another recipe
         return None
-    saver = MemorySaver(root, world)
+    saver = MemorySaver(root, world, int(recipe.checkpoint.memory_device_gib * GIB))
     engine.before_update = saver.staging.before_update
     return saver
 

@@ -14,6 +14,7 @@ import pytest
 from steelyard import checkpoint, training
 from steelyard.checkpoint import memory_folder
 from steelyard.checkpoint.memory_restore import restore
+from steelyard.checkpoint.peer_copy import Nodes
 from steelyard.core.recipe import load_recipe
 from steelyard.core.run import Run
 from steelyard.parallel.world import World
@@ -23,8 +24,15 @@ from tests.training.test_trainer import curve
 
 SETTINGS = ["train.steps=10", "log.every=1", "eval.every=5", "checkpoint.every=0", "checkpoint.memory_every=3"]
 SETTINGS += ["parallel.zero=3", "parallel.timeout_minutes=5"]
+TRAIN = """
+import sys
+from pathlib import Path
+from steelyard import training
+from steelyard.core.recipe import load_recipe
+training.run(load_recipe("tiny.toml", sys.argv[2:]), Path(sys.argv[1]))
+"""
 # Rank 1 is killed in step 8, after its memory checkpoint of step 6 is complete.
-KILLED = """
+KILLED = f"""
 import os, signal
 from steelyard.training.trainer import Trainer
 step = Trainer._step
@@ -34,8 +42,7 @@ def failing(self, *arguments):
         os.kill(os.getpid(), signal.SIGKILL)
     step(self, *arguments)
 Trainer._step = failing
-from steelyard.cli import main
-main()
+{TRAIN}
 """
 
 
@@ -45,11 +52,11 @@ class Attempt:
     said: str
 
 
-def two_nodes(folder: Path, *settings: str, run: str, code: str = "from steelyard.cli import main; main()") -> Attempt:
+def two_nodes(folder: Path, *settings: str, run: str, code: str = TRAIN) -> Attempt:
     """Train with two ranks, each of which is the only one of its node."""
     common = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}
     common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
-    words = [sys.executable, "-c", code, "train", "tiny.toml", *SETTINGS, *settings, "--run", run]
+    words = [sys.executable, "-c", code, run, *SETTINGS, *settings]
     ranks = [
         preloaded.Popen(
             words, cwd=folder, env=os.environ | common | {"RANK": str(rank)}, text=True,
@@ -231,3 +238,10 @@ def test_another_users_folder_is_not_used(tmp_path: Path):
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(PermissionError, match="not private"):
         memory_folder.make_private(tmp_path / "link")
+
+
+def test_every_rank_has_a_peer_on_the_next_node_also_if_nodes_differ_in_size():
+    nodes = Nodes([[0, 1, 2], [3], [4, 5]], own=1, number_on_host=0)
+    assert [nodes.peer(rank) for rank in range(6)] == [3, 3, 3, 4, 0, 1]
+    assert [nodes.sources(rank) for rank in range(6)] == [[4], [5], [], [0, 1, 2], [3], []]
+    assert Nodes([[0, 1]], own=0, number_on_host=0).peer(1) is None

@@ -18,6 +18,9 @@ class CheckpointSection(Section):
     memory_every: NonNegativeInt = Field(
         0, description="steps between copies in host memory, also on another node; 0 makes none"
     )
+    memory_device_gib: float = Field(
+        0.0, ge=0, le=10_000, description="device memory that holds a part of the state until it is copied"
+    )
     memory_dir: str = Field("/dev/shm", min_length=1, description="a tmpfs for these copies, on every node")
 
     @model_validator(mode="after")
