@@ -144,7 +144,7 @@ def report(
         "copies_cost_percent": round(100 * (rounds["copies"] / rounds["without"] - 1), 2),
         "all_cost_percent": round(100 * (rounds["all"] / rounds["without"] - 1), 2),
         "written_after_the_round_s": round(statistics.median(wrote), 2),
-        "stored_step": saver.stored,
+        "is_stored": saver.newest is not None,
         "device_gib": options.device_gib,
         "peer_copy_bytes": size,
         "peer_copy_needs_GBps": round(size / rounds["without"] / 1e9, 3),

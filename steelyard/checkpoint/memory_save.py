@@ -37,8 +37,8 @@ class MemorySaver:
         self.world, self.nodes = world, Nodes.of(world)
         self.folder = root / f"node-{self.nodes.number_on_host}"
         self.staging = HostStaging(device_bytes)
-        self.stored: int | None = None
-        """The step of the newest complete memory checkpoint."""
+        self.newest: tuple[int, Path] | None = None
+        """The step and the folder of the newest complete memory checkpoint."""
         # A separate group, because training communicates at the same time.
         self._group = dist.new_group(backend="gloo") if world.size > 1 else None
         self._thread: threading.Thread | None = None
@@ -116,9 +116,10 @@ class MemorySaver:
             self._say(f"the memory checkpoint of step {state['step']} is not stored: {reason.splitlines()[0]}", True)
             return
         if problem is None:
-            self.stored = state["step"]
+            self.newest = state["step"], self.folder
             return
         self._off(problem)
+        self.newest = None
         if self.world.rank == self.nodes.leader:
             memory_folder.remove(self.folder)
 

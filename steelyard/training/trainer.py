@@ -87,7 +87,8 @@ def run(
             except Exception as error:
                 if world.size == 1:  # A save that needs ranks that have exited would not end.
                     trainer.let_saves_end()
-                raise run_status.failed(folder, world, error) from error
+                in_memory = None if trainer.memory is None else trainer.memory.newest
+                raise run_status.failed(folder, world, error, in_memory) from error
             run_status.conclude(folder, world, state)
     return folder
 

@@ -15,9 +15,11 @@ from steelyard import checkpoint, training
 from steelyard.checkpoint import memory_folder
 from steelyard.checkpoint.memory_restore import restore
 from steelyard.checkpoint.peer_copy import Nodes
+from steelyard.core.errors import RuntimeFailure
 from steelyard.core.recipe import load_recipe
 from steelyard.core.run import Run
 from steelyard.parallel.world import World
+from steelyard.training.extension import Extension
 from tests import preloaded
 from tests.conftest import TINY, free_port, write_tokens
 from tests.training.test_trainer import curve
@@ -28,12 +30,19 @@ TRAIN = """
 import sys
 from pathlib import Path
 from steelyard import training
+from steelyard.core.errors import RuntimeFailure
 from steelyard.core.recipe import load_recipe
 training.run(load_recipe("tiny.toml", sys.argv[2:]), Path(sys.argv[1]))
 """
-# Rank 1 is killed in step 8, after its memory checkpoint of step 6 is complete.
+# Rank 1 is killed in step 8, after its memory checkpoint of step 6 is complete. None is skipped on a slow machine.
 KILLED = f"""
 import os, signal
+from steelyard.checkpoint.memory_save import MemorySaver
+is_ready = MemorySaver.is_ready
+def patient(self):
+    self.let_end()
+    return is_ready(self)
+MemorySaver.is_ready = patient
 from steelyard.training.trainer import Trainer
 step = Trainer._step
 def failing(self, *arguments):
@@ -229,6 +238,34 @@ def test_a_run_on_one_node_says_that_no_peer_holds_a_copy_and_a_missing_folder_i
     assert "memory checkpoints are off" not in said
     training.run(load_recipe("tiny.toml", [*settings, "checkpoint.memory_dir=/nowhere", "name=other"]))
     assert "memory checkpoints are off: /nowhere" in capsys.readouterr().err
+
+
+class Failing(Extension):
+    """Fails like a broken disk in step 5."""
+
+    def begin_step(self, step: int, batch: int, loss_scale: float) -> None:
+        if step == 5:
+            raise OSError(5, "Input/output error", "tokens.bin")
+
+
+def test_one_process_that_fails_names_its_memory_checkpoint_and_goes_on_from_it(in_workplace, memory, capsys):
+    settings = [*SETTINGS, f"checkpoint.memory_dir={memory}", "parallel.zero=0"]
+    with pytest.raises(RuntimeFailure) as failed:
+        training.run(load_recipe("tiny.toml", settings), extension=Failing())
+    assert f"step 3 is in {memory}" in str(failed.value.hint)
+    run = training.run(load_recipe("tiny.toml", settings))
+    assert "resumed at step 3 from a memory checkpoint (none is on disk); 1 step is repeated" in capsys.readouterr().err
+    assert not list(memory.iterdir())
+    assert curve(run) == curve(training.run(load_recipe("tiny.toml", [*settings, "name=whole"])))
+
+
+def test_without_memory_checkpoints_in_the_recipe_those_of_an_earlier_attempt_are_removed(in_workplace, memory):
+    settings = [*SETTINGS, f"checkpoint.memory_dir={memory}", "parallel.zero=0", "train.steps=6"]
+    with pytest.raises(RuntimeFailure):
+        training.run(load_recipe("tiny.toml", settings), extension=Failing())
+    assert list(memory.glob("*/node-0/step-00000003/state.json"))
+    training.run(load_recipe("tiny.toml", [*settings, "checkpoint.memory_every=0"]))
+    assert not list(memory.iterdir())
 
 
 def test_another_users_folder_is_not_used(tmp_path: Path):
