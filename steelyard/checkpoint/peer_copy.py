@@ -131,7 +131,7 @@ class _Receiver:
         """Write a chunk."""
         if not chunk.numel():
             return
-        content, current = memoryview(chunk.numpy()), self.files[0]
+        content, current = chunk.numpy().data, self.files[0]
         self._left -= len(content)
         try:
             if self._file is None and not self.problem:
