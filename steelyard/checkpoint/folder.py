@@ -106,18 +106,18 @@ def save(
         for name, tensor in tensors.items()
     }
     if group is None:
-        with _unfinished(path) as unfinished:
-            mine = _written(shards, unfinished, path, None)
+        with unfinished_folder(path) as unfinished:
+            mine = write_shards(shards, unfinished, path, None)
             _finish(unfinished, state, mine)
     elif dist.get_rank(group) == 0:
-        with _unfinished(path) as unfinished:
+        with unfinished_folder(path) as unfinished:
             dist.broadcast_object_list([str(unfinished)], group_src=0, group=group)
-            mine = _written(shards, unfinished, path, group)
+            mine = write_shards(shards, unfinished, path, group)
             _finish(unfinished, state, _gathered(mine, group))
     else:
         name: list[Any] = [None]
         dist.broadcast_object_list(name, group_src=0, group=group)
-        mine = _written(shards, Path(name[0]), path, group)
+        mine = write_shards(shards, Path(name[0]), path, group)
         _gathered(mine, group)
     _remove_old(folder, path, mine, keep_last, group)
     return path
@@ -165,16 +165,23 @@ def _mismatched(path: Path, mine: dict[str, str]) -> list[str]:
 
 
 @contextlib.contextmanager
-def _unfinished(path: Path) -> Iterator[Path]:
+def unfinished_folder(path: Path) -> Iterator[Path]:
+    """A temporary folder that becomes the checkpoint at `path` when the block ends without an error."""
     if path.exists():  # From an earlier attempt of this run; the new checkpoint replaces it.
         shutil.rmtree(path)
     with files.atomic_folder(path) as folder:
         yield folder
 
 
-def _written(shards: Writable, unfinished: Path, path: Path, group: dist.ProcessGroup | None) -> dict[str, str]:
+def write_shards(
+    shards: Writable,
+    unfinished: Path,
+    path: Path,
+    group: dist.ProcessGroup | None,
+    writer_class: type[PortableWriter] = PortableWriter,
+) -> dict[str, str]:
     """Write this rank's shards and return the checksums of its files."""
-    writer = PortableWriter(str(unfinished), single_file_per_rank=True)
+    writer = writer_class(str(unfinished), single_file_per_rank=True)
     with _single_process(), _silenced_stream_errors():
         try:
             dcp.save(
@@ -208,7 +215,7 @@ def _finish(unfinished: Path, state: dict[str, Any], sums: dict[str, str]) -> No
 
 def fill(unfinished: Path, held: Writable, state: dict[str, Any] | None) -> None:
     """Write a checkpoint into a temporary folder; without a state it is not a checkpoint of Steelyard."""
-    sums = _written(held, unfinished, unfinished, None)
+    sums = write_shards(held, unfinished, unfinished, None)
     if state is not None:
         _finish(unfinished, state, sums)
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from steelyard.core.errors import UserError
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+MEMINFO = Path("/proc/meminfo")
 PR_SET_PDEATHSIG = 1
 POLL_SECONDS = 1.0
 NAMES = {"darwin": "macOS", "win32": "Windows"}
@@ -48,6 +49,11 @@ def peak_resident_bytes() -> int:
     return _status("VmHWM") or _peak_of_lifetime()
 
 
+def available_bytes() -> int | None:
+    """Memory of this host that new processes can use without swapping; None if the system does not say (macOS)."""
+    return _kibibytes(MEMINFO, "MemAvailable")
+
+
 def reset_peak() -> None:
     """Reset the peak to the current value, if the system can: some containers forbid it, macOS has no such call."""
     with contextlib.suppress(OSError):
@@ -55,8 +61,13 @@ def reset_peak() -> None:
 
 
 def _status(name: str) -> int | None:
+    return _kibibytes(STATUS, name)
+
+
+def _kibibytes(path: Path, name: str) -> int | None:
+    """An entry of a file of /proc, in bytes."""
     with contextlib.suppress(OSError, ValueError, IndexError):
-        for line in STATUS.read_text(encoding="utf-8").splitlines():
+        for line in path.read_text(encoding="utf-8").splitlines():
             if line.startswith(name + ":"):
                 return 1024 * int(line.split()[1])
     return None

@@ -142,8 +142,11 @@ def reason(found: list[Room]) -> str | None:
     room = max(found, key=lambda room: room.memory.total - room.usable)
     for each in found:
         if each.host_usable is not None and each.host > each.host_usable:
+            what = "checkpoint.memory_every needs" if each.memory.memory_copies else "optim.offload needs"
+            if each.memory.host > each.memory.memory_copies > 0:
+                what = "optim.offload and checkpoint.memory_every need"
             return (
-                f"optim.offload needs {units.size(each.host)} of host memory per node at pipeline rank {each.rank}, "
+                f"{what} {units.size(each.host)} of host memory per node at pipeline rank {each.rank}, "
                 f"but a node has {units.size(each.host_usable)}"
             )
     if room.fits:

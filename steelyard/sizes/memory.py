@@ -12,7 +12,7 @@ from operator import mul
 
 from steelyard.core.recipe import Recipe
 from steelyard.core.recipe.optimizers import OPTIMIZERS, STATE_BYTES
-from steelyard.sizes import activations, head_memory
+from steelyard.sizes import activations, head_memory, memory_copies
 from steelyard.sizes.activations import FP32, working_bytes
 from steelyard.sizes.adapter_size import adapter_size
 from steelyard.sizes.gpu_catalogue import GIB
@@ -42,6 +42,8 @@ class Memory:
     layer_buffers: int
     exchange_buffers: int
     host: int
+    memory_copies: int = 0
+    """The part of `host` for memory checkpoints."""
     not_at_once: int = 0
     """The peak minus the sum of the other kinds: at most 0, unless the peak was measured."""
 
@@ -52,7 +54,7 @@ class Memory:
 
     def by_kind(self) -> dict[str, int]:
         """Bytes on the device, by kind."""
-        return {kind: size for kind, size in vars(self).items() if kind != "host"}
+        return {kind: size for kind, size in vars(self).items() if kind not in ("host", "memory_copies")}
 
 
 def micro_batches(recipe: Recipe, world: int) -> int:
@@ -125,6 +127,8 @@ class _Rank:
         state = int(STATE_BYTES[self.recipe.optim.state] * self._optimizer_states())
         offload = self.recipe.optim.offload
         logits = head_memory.logits_chunk(self.recipe, self.tokens) if self.is_last else 0
+        saved = sharded + FP32 * self._optimizer_states()
+        copies = memory_copies.on_host(self.recipe, saved, self.columns, self.shards)
         memory = Memory(
             weights=kept,
             working_copies=self._working_copies() + self._masked_weights(),
@@ -134,8 +138,9 @@ class _Rank:
             temporaries=self._temporaries(),
             head_and_loss=logits + sum(self._head_gradients()),
             layer_buffers=self._layer_buffers(),
-            exchange_buffers=self._exchange_buffers(),
-            host=state + 2 * sharded if offload else 0,
+            exchange_buffers=self._exchange_buffers() + memory_copies.on_device(self.recipe, saved),
+            host=copies + (state + 2 * sharded if offload else 0),
+            memory_copies=copies,
         )
         most = peak(self._moments(memory, sharded))
         return replace(memory, not_at_once=min(0, most - memory.total))

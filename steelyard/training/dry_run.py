@@ -177,6 +177,7 @@ def as_result(plan: DryRun) -> dict[str, Any]:
                 "bytes": memory.by_kind(),
                 "total_bytes": memory.total,
                 "host_bytes": memory.host,
+                "memory_checkpoint_bytes": memory.memory_copies,
                 "fits": None if plan.device is None else rank not in plan.too_full,
             }
             for rank, memory in enumerate(plan.memory)
@@ -200,6 +201,8 @@ def as_text(plan: DryRun) -> str:
     kinds.append(["total", *(units.size(memory.total) for memory in plan.memory)])
     if any(memory.host for memory in plan.memory):
         kinds.append(["(in host memory)", *(units.size(memory.host) for memory in plan.memory)])
+    if any(memory.memory_copies for memory in plan.memory):
+        kinds.append(["(of these, memory checkpoints)", *(units.size(memory.memory_copies) for memory in plan.memory)])
     return "\n\n".join([_heading(plan), _table(stages), _table(kinds), _verdict(plan)])
 
 

@@ -6,6 +6,7 @@ A step never synchronises with the device: losses and norms stay tensors until t
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -60,6 +61,8 @@ class Engine:
         self.gradients = Gradients(self.parts, mesh, device)
         options_of, stage = extension.param_group_options, mesh.stage
         self.optimizer = Optimizer(self.parts, recipe.optim, recipe.optim.offload, options_of, stage)
+        self.before_update: Callable[[], None] = lambda: None
+        """Called before the optimizer changes the weights, so that a copy of them can end."""
         self.graph = self._step_graph()
         self.balance = ExpertBalance(recipe, self.assembly.stages, mesh, device)
         extension.assembled(self.assembly.stages, self.parts, mesh)
@@ -120,6 +123,7 @@ class Engine:
                 self.drop_gradients()
                 return sums[0], norm, skipped
             ratios = self.gradients.signal_to_noise(grad_scale, self.recipe.optim.eps)
+        self.before_update()
         self.optimizer.step(rate, grad_scale, skipped, ratios)
         self.balance.finish(skipped)
         return sums[0], norm, skipped

@@ -6,6 +6,7 @@ import contextlib
 import os
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from steelyard import checkpoint
@@ -31,8 +32,11 @@ def conclude(folder: Run, world: World, state: str) -> None:
         folder.update(state=state, ended=now())
 
 
-def failed(folder: Run, world: World, error: Exception) -> Exception:
-    """Write the failure to the manifest if the disk allows, and add the last checkpoint to the hint."""
+def failed(folder: Run, world: World, error: Exception, in_memory: tuple[int, Path] | None = None) -> Exception:
+    """Write the failure to the manifest if the disk allows, and add the last checkpoint to the hint.
+
+    `in_memory` is the step and the folder of the newest memory checkpoint.
+    """
     if not world.is_rank0:
         return error
     # On a full disk the state stays "running", which readers interpret as killed.
@@ -43,6 +47,8 @@ def failed(folder: Run, world: World, error: Exception) -> Exception:
     try:
         saved = checkpoint.latest(folder.checkpoints)
         last = f"step {saved.step} is saved; the same command resumes from it" if saved else "no step was saved"
+        if in_memory is not None and (saved is None or in_memory[0] > saved.step):
+            last = f"step {in_memory[0]} is in {in_memory[1]}; the same command on the same nodes resumes from it"
     except (RuntimeFailure, UserError) as problem:
         last = problem.message
     advice = getattr(error, "hint", None)

@@ -17,7 +17,7 @@ import torch
 from steelyard import checkpoint
 from steelyard.core import units
 from steelyard.core.console import console
-from steelyard.core.errors import Interrupted, UserError
+from steelyard.core.errors import Interrupted
 from steelyard.core.recipe import Recipe
 from steelyard.core.run import Run, for_training, now, session
 from steelyard.parallel import mesh as meshes
@@ -26,7 +26,7 @@ from steelyard.sizes.param_count import described, flops_per_token
 from steelyard.tokens.dataloader import Loader
 from steelyard.tokens.samples import Samples
 from steelyard.training import device as devices
-from steelyard.training import host_info, peak_memory, run_status, setup, timeline
+from steelyard.training import host_info, peak_memory, run_status, setup
 from steelyard.training.config_check import refuse_other_recipes
 from steelyard.training.engine import Engine
 from steelyard.training.extension import Extension
@@ -35,14 +35,14 @@ from steelyard.training.lr_schedule import TrainProgress, learning_rate
 from steelyard.training.metrics import Recorder, line
 from steelyard.training.nonfinite import SkippedStep, SkippedSteps
 from steelyard.training.profiler import PROFILE, Profiler
+from steelyard.training.resume import TIMELINE, find_start, memory_saver
 from steelyard.training.straggler import StepTimer
 from steelyard.training.throughput import Speed
 from steelyard.training.train_state import TrainState
-from steelyard.training.validation_loss import validation_loss
+from steelyard.training.validation_loss import judged, validation_loss
 from steelyard.training.watchdog import Watchdog
 
 STEPS_BEFORE_MEMORY_REPORT = 2
-TIMELINE = "timeline"
 
 
 OpenData = Callable[[Recipe, World], tuple[Samples, Samples | None]]
@@ -86,8 +86,9 @@ def run(
                 raise interruption
             except Exception as error:
                 if world.size == 1:  # A save that needs ranks that have exited would not end.
-                    trainer.saver.let_end()
-                raise run_status.failed(folder, world, error) from error
+                    trainer.let_saves_end()
+                in_memory = None if trainer.memory is None else trainer.memory.newest
+                raise run_status.failed(folder, world, error, in_memory) from error
             run_status.conclude(folder, world, state)
     return folder
 
@@ -124,6 +125,7 @@ class Trainer:
         traces, timers = folder.path / PROFILE, self.engine.timeline
         self.profiler = Profiler(recipe.log, traces, device, world.rank, timers, self.recorder.paused)
         self._start_or_resume(start_from)
+        self.memory = memory_saver(recipe, folder, world, self.engine)
         if world.is_rank0:
             folder.follow(recipe)
             started = folder.manifest().get("started", now())
@@ -161,19 +163,23 @@ class Trainer:
                 is_best = out_of_patience = cut_short = False
                 if self._is_validation_due():
                     cut_short = not self._validate(stop)
-                    is_best, out_of_patience = (False, False) if cut_short else self._check_validation()
+                    if not cut_short:
+                        is_best, out_of_patience = judged(self.valid_losses, recipe.eval.patience)
+                    is_best = is_best and recipe.checkpoint.keep_best
                 out_of_time = time.monotonic() > deadline
                 stopping = stop.agreed(out_of_time) and (cut_short or not (is_last or out_of_patience))
                 is_end = (is_last or stopping or out_of_patience) and recipe.checkpoint.at_end
                 if is_end or is_best or _is_multiple(recipe.checkpoint.every, counters.step):
                     self._save(is_best)
+                elif not (is_last or stopping or out_of_patience):
+                    self._save_to_memory()
                 if stopping or out_of_patience:
                     self.profiler.finish()
                 if stopping:
                     return self._stopped(stop.agreed_by_clock)
                 if out_of_patience:
                     break
-            self.saver.wait()
+            self._finish_saves()
         return "finished"
 
     def _step(self, batches: Loader, batch: int, rate: float) -> None:
@@ -206,7 +212,7 @@ class Trainer:
 
     def _stopped(self, by_clock: bool) -> str:
         """End after a stop request: raise `Interrupted`, or return the state if `train.max_hours` ended the run."""
-        self.saver.wait()
+        self._finish_saves()
         step, train = self.train_state.counters.step, self.recipe.train
         message = f"stopped at step {step} of {train.steps}"
         if self.recipe.checkpoint.at_end and step:
@@ -267,22 +273,6 @@ class Trainer:
             console.say(f"step {step}: validation loss {valid_loss:.4f}{perplexity}")
         return True
 
-    def _check_validation(self) -> tuple[bool, bool]:
-        """Whether this step has the best validation loss so far, and whether `eval.patience` is exhausted.
-
-        The validation before the first step does not count, since the run did not train those weights.
-        """
-        losses = [loss if math.isfinite(loss) else math.inf for loss in self.valid_losses]  # NaN is never the best.
-        patience = self.recipe.eval.patience
-        if not losses:
-            return False, False
-        since = len(losses) - 1 - losses.index(min(losses))
-        out_of_patience = 0 < patience <= since
-        if out_of_patience:
-            console.say(f"early stop: the validation loss has not improved in {since} validations (eval.patience)")
-        is_best = since == 0 and losses[-1] < math.inf
-        return self.recipe.checkpoint.keep_best and is_best, out_of_patience
-
     def _save(self, is_best: bool) -> None:
         self._sync_counters()
         with self.recorder.paused():
@@ -291,33 +281,30 @@ class Trainer:
                 state[checkpoint.VALID_LOSS] = self.valid_losses[-1]
             self.saver.save(self.engine.state_shards(for_saving=True), state)
 
-    def _start_or_resume(self, start_from: str | None) -> None:
-        def newest() -> tuple[checkpoint.Checkpoint | None, bool, list[float], bool]:
-            saved = checkpoint.latest(self.folder.checkpoints, set_aside=True)
-            if start_from is not None:
-                if saved is not None:
-                    raise UserError(
-                        f"{self.folder.path} already has a checkpoint of step {saved.step}; "
-                        f"it cannot start from {start_from}",
-                        hint="give another --run, or resume this run with --resume auto",
-                    )
-                saved = checkpoint.source(start_from)
-            if saved is not None and saved.step > self.recipe.train.steps:
-                raise UserError(
-                    f"{saved.path} is already at step {saved.step}, beyond train.steps = {self.recipe.train.steps}",
-                    where=self.recipe.where("train.steps"),
-                    hint="increase train.steps, or give another --run",
-                )
-            is_own = saved is not None and saved.path.parent == self.folder.checkpoints
-            last = saved.step if saved is not None and is_own else -1
-            self.folder.forget_after(last)
-            timeline.forget_after(self.folder.path / TIMELINE, last)
-            records = [record for record in self.folder.metrics() if "valid_loss" in record]
-            recorded = [record["valid_loss"] for record in records if record["step"]]
-            losses = [math.inf if loss is None else loss for loss in recorded]  # None is a non-finite loss.
-            return saved, is_own, losses, bool(records) and records[-1]["step"] == last
+    def _save_to_memory(self) -> None:
+        """Start a memory checkpoint if one is due (`checkpoint.memory_every`)."""
+        if not _is_multiple(self.recipe.checkpoint.memory_every, self.train_state.counters.step):
+            return
+        if self.memory is not None and self.memory.is_ready():
+            self._sync_counters()
+            state = self.train_state.state() | self.extension.state()
+            self.memory.save(self.engine.state_shards(for_saving=True), state)
 
-        saved, is_own, self.valid_losses, is_validated = run_on_rank0(self.world, newest)
+    def let_saves_end(self) -> None:
+        """Wait for checkpoints that are being written, after an error."""
+        self.saver.let_end()
+        if self.memory is not None:
+            self.memory.let_end()
+
+    def _finish_saves(self) -> None:
+        """Wait for the last checkpoint. Memory checkpoints are not needed after it."""
+        self.saver.wait()
+        if self.memory is not None:
+            self.memory.remove()
+
+    def _start_or_resume(self, start_from: str | None) -> None:
+        begin = find_start(self.recipe, self.folder, self.world, start_from)
+        saved, self.valid_losses = begin.saved, begin.valid_losses
         if saved is None:
             self.engine.initialise()
             how = self.extension.start(self.engine, self.world)
@@ -331,9 +318,10 @@ class Trainer:
             self.extension.resumed(self.engine, self.world, saved.state)
             self.engine.optimizer.finish_loading()
             self.train_state.restore(saved.state)
-            how = f"resumed at step {saved.step}" + ("" if is_own else f" from {saved.path}")
+            how = begin.described
         # A stop may have ended the validation of the saved step.
-        self.validates_first = saved is None or (is_own and self._is_validation_due() and not is_validated)
+        is_missing = begin.is_own and self._is_validation_due() and not begin.is_validated
+        self.validates_first = saved is None or is_missing
         console.say(f"{self.folder.path}: {how}, {self._summary()}")
 
     def _summary(self) -> str:

@@ -5,6 +5,7 @@ The samples are evaluated in short parts: progress is shown, and the ranks agree
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from steelyard.core.console import console
@@ -40,3 +41,18 @@ def parts_of(recipe: Recipe, mesh: Mesh) -> Iterator[tuple[int, int]]:
         first = (batch * mesh.data.size + mesh.data.index) * share
         for start in range(0, share, part):
             yield first + start, min(part, share - start)
+
+
+def judged(valid_losses: list[float], patience: int) -> tuple[bool, bool]:
+    """Whether the last validation has the best loss so far, and whether `eval.patience` is exhausted.
+
+    The validation before the first step does not count, since the run did not train those weights.
+    """
+    losses = [loss if math.isfinite(loss) else math.inf for loss in valid_losses]  # NaN is never the best.
+    if not losses:
+        return False, False
+    since = len(losses) - 1 - losses.index(min(losses))
+    out_of_patience = 0 < patience <= since
+    if out_of_patience:
+        console.say(f"early stop: the validation loss has not improved in {since} validations (eval.patience)")
+    return since == 0 and losses[-1] < math.inf, out_of_patience

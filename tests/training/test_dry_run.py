@@ -82,3 +82,18 @@ def test_a_gpu_that_is_not_known_is_refused_with_those_that_are(gpu):
 @pytest.mark.parametrize(("written", "bytes_"), [("80", 80 << 30), ("24GiB", 24 << 30), ("24 GB", 24 * 10**9)])
 def test_memory_can_be_written_out(written, bytes_):
     assert dry_run(load_recipe("gpt2-small"), gpu=written).device.memory == bytes_
+
+
+def test_memory_checkpoints_are_counted_in_host_memory_and_clones_on_the_device():
+    recipe = load_recipe("llama3.2-1b", ["checkpoint.memory_every=20"])
+    plain, one = dry_run(load_recipe("llama3.2-1b"), world=1), dry_run(recipe, world=1)
+    state = 12 * parameters(recipe.model).total  # fp32 weights and AdamW's two moments
+    assert (plain.memory[0].host, plain.memory[0].total) == (0, one.memory[0].total)
+    assert as_result(one)["ranks"][0]["memory_checkpoint_bytes"] == 3 * state  # pinned, and two in tmpfs
+    assert "(of these, memory checkpoints)" in as_text(one)
+    # Two ranks write half of it each, and also keep the files of their peer. ZeRO shards the pinned copies as well.
+    assert dry_run(recipe, world=2).memory[0].host == pytest.approx(state + 4 * state / 2, rel=1e-6)
+    sharded = load_recipe("llama3.2-1b", ["checkpoint.memory_every=20", "parallel.zero=1"])
+    assert dry_run(sharded, world=2).memory[0].host == pytest.approx(5 * state / 2, rel=1e-6)
+    cloned = dry_run(load_recipe("llama3.2-1b", ["checkpoint.memory_every=20", "checkpoint.memory_device_gib=2"]), 1)
+    assert cloned.memory[0].total == one.memory[0].total + 2 * 2**30

@@ -1,0 +1,120 @@
+"""Where a run starts: at step 0, from the newest checkpoint on disk, or from one in the memory of its nodes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from steelyard import checkpoint
+from steelyard.checkpoint import memory_folder, memory_restore
+from steelyard.checkpoint.memory_save import MemorySaver
+from steelyard.core.errors import UserError
+from steelyard.core.recipe import Recipe
+from steelyard.core.run import Run
+from steelyard.parallel.world import World, run_on_rank0
+from steelyard.sizes.gpu_catalogue import GIB
+from steelyard.training import timeline
+from steelyard.training.engine import Engine
+
+TIMELINE = "timeline"
+
+
+@dataclass(frozen=True)
+class Start:
+    """The checkpoint that a run starts from, if any."""
+
+    saved: checkpoint.Checkpoint | None
+    is_own: bool
+    """Whether it is a checkpoint of this run."""
+    valid_losses: list[float]
+    """The validation losses up to its step."""
+    is_validated: bool
+    """Whether its step has one."""
+    described: str
+
+
+def find_start(recipe: Recipe, folder: Run, world: World, start_from: str | None) -> Start:
+    """Choose the checkpoint, and drop the records of steps that will be repeated. A collective call."""
+    on_disk = run_on_rank0(world, lambda: checkpoint.latest(folder.checkpoints, set_aside=True))
+    newest, in_memory = on_disk, None
+    root = _root(recipe, folder, world)
+    if root is not None and recipe.checkpoint.memory_every and start_from is None:
+        after = -1 if on_disk is None else on_disk.step
+        in_memory = memory_restore.restore(root, folder.checkpoints, after, world)
+        newest = in_memory or on_disk
+
+    def prepared() -> Start:
+        saved = _chosen(recipe, folder, newest, start_from)
+        is_own = saved is not None and saved.path.parent == folder.checkpoints
+        last = saved.step if saved is not None and is_own else -1
+        described = "" if saved is None else _described(folder, saved, is_own, in_memory is not None, on_disk)
+        folder.forget_after(last)
+        timeline.forget_after(folder.path / TIMELINE, last)
+        records = [record for record in folder.metrics() if "valid_loss" in record]
+        recorded = [record["valid_loss"] for record in records if record["step"]]
+        losses = [math.inf if loss is None else loss for loss in recorded]  # None is a non-finite loss.
+        return Start(saved, is_own, losses, bool(records) and records[-1]["step"] == last, described)
+
+    return run_on_rank0(world, prepared)
+
+
+def memory_saver(recipe: Recipe, folder: Run, world: World, engine: Engine) -> MemorySaver | None:
+    """What stores memory checkpoints, if the recipe requests them. A collective call after `find_start`."""
+    root = _root(recipe, folder, world)
+    if root is None:
+        return None
+    if not recipe.checkpoint.memory_every:
+        if world.local_rank == 0:
+            memory_folder.remove(root)  # of an attempt with another recipe
+        return None
+    saver = MemorySaver(root, world, int(recipe.checkpoint.memory_device_gib * GIB))
+    engine.before_update = saver.staging.before_update
+    return saver
+
+
+def _root(recipe: Recipe, folder: Run, world: World) -> Path | None:
+    """The folder of memory checkpoints on every node; None if the run has never had any and requests none."""
+
+    def found() -> Path | None:
+        if recipe.checkpoint.memory_every:
+            memory_folder.set_id(folder)
+        return memory_folder.root_of(folder, recipe.checkpoint.memory_dir)
+
+    return run_on_rank0(world, found)
+
+
+def _chosen(
+    recipe: Recipe, folder: Run, saved: checkpoint.Checkpoint | None, start_from: str | None
+) -> checkpoint.Checkpoint | None:
+    """The newest checkpoint, or the one that the user names; raises if they contradict each other or the recipe."""
+    if start_from is not None:
+        if saved is not None:
+            raise UserError(
+                f"{folder.path} already has a checkpoint of step {saved.step}; it cannot start from {start_from}",
+                hint="give another --run, or resume this run with --resume auto",
+            )
+        saved = checkpoint.source(start_from)
+    if saved is not None and saved.step > recipe.train.steps:
+        raise UserError(
+            f"{saved.path} is already at step {saved.step}, beyond train.steps = {recipe.train.steps}",
+            where=recipe.where("train.steps"),
+            hint="increase train.steps, or give another --run",
+        )
+    return saved
+
+
+def _described(
+    folder: Run, saved: checkpoint.Checkpoint, is_own: bool, is_from_memory: bool, on_disk: checkpoint.Checkpoint | None
+) -> str:
+    """How the run resumes: from where, and how many steps it repeats, counted up to the last record."""
+    if not is_own:
+        return f"resumed at step {saved.step} from {saved.path}"
+    source = ""
+    if is_from_memory:
+        newest = "none is on disk" if on_disk is None else f"the newest on disk is of step {on_disk.step}"
+        source = f" from a memory checkpoint ({newest})"
+    reached = max((record["step"] for record in folder.metrics()), default=0)
+    repeated = reached - saved.step
+    steps = "1 step is" if repeated == 1 else f"{repeated} steps are"
+    return f"resumed at step {saved.step}{source}" + (f"; {steps} repeated, up to {reached}" if repeated > 0 else "")
