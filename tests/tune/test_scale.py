@@ -64,7 +64,7 @@ def test_a_tiny_recipe_passes_the_dry_run_and_trains(in_workplace, optimizer):
     runs, _ = scaled(ScaleRequest(300_000, 20, vocab=128, sequence_length=16), "scaled")
     (in_workplace.path / "scaled.toml").write_text(to_toml(runs[optimizer].settings))
     here = ["train.precision=fp32", "train.device=cpu", "data.train=tokens_text_document"]
-    recipe = load_recipe("scaled.toml", [*here, "train.steps=2", "optim.warmup_steps=0"])
+    recipe = load_recipe("scaled.toml", [*here, "train.steps=2", "optim.warmup_steps=0", "eval.batches=1"])
     assert dry_run(recipe, 1)
     run = training.run(recipe)
     assert [record["step"] for record in run.metrics() if "loss" in record][-1] == 2
