@@ -117,13 +117,15 @@ def print_findings(findings: VerifyFindings, as_json: bool) -> None:
         raise typer.Exit(1)
 
 
-def parse_count(option: str, text: str) -> int:
-    """Parse a number such as 300B, 1.5T or 2e9."""
+def parse_count(option: str, what: str, text: str) -> int:
+    """Parse a number of `what` such as 300B, 1.5T or 2e9."""
     factor = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}.get(text[-1:].upper(), 1)
     try:
         number = float(text[:-1] if factor != 1 else text) * factor
     except ValueError:
         number = 0
     if not 1 <= number < math.inf:
-        raise UserError(f"{option}: {text!r} is not a number", hint="use a form like 124M, 1.5T or 2000000000")
+        raise UserError(
+            f"{option}: {text!r} is not a number of {what}", hint="use a form like 124M, 1.5T or 2000000000"
+        )
     return int(number)

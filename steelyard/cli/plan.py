@@ -144,7 +144,7 @@ def plan(
     recipe = load_recipe(str(model), set_ or ())
     machines = _with_evidence(machines, cluster, recipe, measured_files or (), calibration)
     budget = (
-        parse_count("--tokens", tokens)
+        parse_count("--tokens", "tokens", tokens)
         if tokens is not None
         else recipe.train.samples_in(recipe.train.steps) * recipe.data.sequence_length
     )

@@ -127,7 +127,7 @@ def scale(
     """
     from steelyard.tune.scaled_recipe import ScaleRequest, scaled
 
-    size = parse_count("--parameters", wanted)
+    size = parse_count("--parameters", "parameters", wanted)
     request = ScaleRequest(size, ratio, vocab, sequence_length, gpu, gpus, price_hour)
     runs, reasons = scaled(request, out.stem)
     files.write_text(out, to_toml(runs[optimizer.value].settings))
