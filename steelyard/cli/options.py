@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from steelyard.core.errors import UserError
 
 if TYPE_CHECKING:
     from steelyard.evaluate.verify_checkpoint import VerifyFindings
@@ -112,3 +115,17 @@ def print_findings(findings: VerifyFindings, as_json: bool) -> None:
     print_result(findings.as_dict(), as_json, findings.as_text())
     if findings.problems:
         raise typer.Exit(1)
+
+
+def parse_count(option: str, what: str, text: str) -> int:
+    """Parse a number of `what` such as 300B, 1.5T or 2e9."""
+    factor = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}.get(text[-1:].upper(), 1)
+    try:
+        number = float(text[:-1] if factor != 1 else text) * factor
+    except ValueError:
+        number = 0
+    if not 1 <= number < math.inf:
+        raise UserError(
+            f"{option}: {text!r} is not a number of {what}", hint="use a form like 124M, 1.5T or 2000000000"
+        )
+    return int(number)

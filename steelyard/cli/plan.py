@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Sequence
 from enum import StrEnum
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from steelyard.cli.options import JsonOption, Overrides, RecipeArgument, print_result
+from steelyard.cli.options import JsonOption, Overrides, RecipeArgument, parse_count, print_result
 from steelyard.core import files
 from steelyard.core.console import console
 from steelyard.core.errors import RuntimeFailure, UserError
@@ -145,7 +144,7 @@ def plan(
     recipe = load_recipe(str(model), set_ or ())
     machines = _with_evidence(machines, cluster, recipe, measured_files or (), calibration)
     budget = (
-        _count(tokens)
+        parse_count("--tokens", "tokens", tokens)
         if tokens is not None
         else recipe.train.samples_in(recipe.train.steps) * recipe.data.sequence_length
     )
@@ -209,20 +208,6 @@ def _profile(path: Path, recipe: Recipe, machines: Cluster) -> Profile:
     read = measured.load(path)
     measured.refuse_another(read, recipe, path, machines)
     return read
-
-
-def _count(text: str) -> int:
-    """Parse a number of tokens such as 300B, 1.5T or 2e9."""
-    factor = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}.get(text[-1:].upper(), 1)
-    try:
-        number = float(text[:-1] if factor != 1 else text) * factor
-    except ValueError:
-        number = 0
-    if not 1 <= number < math.inf:
-        raise UserError(
-            f"--tokens: {text!r} is not a number of tokens", hint="use a form like 300B, 1.5T or 2000000000"
-        )
-    return int(number)
 
 
 def cluster(

@@ -1,4 +1,4 @@
-"""`steelyard recipe`: check, show and list recipes, update renamed keys, convert Megatron scripts."""
+"""`steelyard recipe`: check, show, list and scale recipes, update renamed keys, convert Megatron scripts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from steelyard import megatron
-from steelyard.cli.options import JsonOption, Overrides, RecipeArgument, print_result
+from steelyard.cli.options import JsonOption, Overrides, RecipeArgument, parse_count, print_result
 from steelyard.core import files, units
 from steelyard.core.console import console
 from steelyard.core.errors import UserError
@@ -18,6 +18,13 @@ from steelyard.core.recipe import Recipe, load_recipe, shipped, to_toml
 from steelyard.core.recipe.renamed_keys import RENAMED_KEYS, migrate_text, migrate_values, renamed
 from steelyard.core.recipe.toml import parse
 from steelyard.sizes.param_count import parameters
+
+
+class ScaledOptimizer(StrEnum):
+    """The optimizer of a scaled recipe."""
+
+    adamw = "adamw"
+    muon = "muon"
 
 
 class SgdChoice(StrEnum):
@@ -33,6 +40,7 @@ def register(root: typer.Typer, name: str, help_: str) -> None:
     group.command("check")(check)
     group.command("show")(show)
     group.command("list")(list_)
+    group.command("scale")(scale)
     group.command("migrate")(migrate)
     group.command("from-megatron")(from_megatron)
     root.add_typer(group, name=name)
@@ -91,6 +99,41 @@ def list_(json: JsonOption = False) -> None:
         for name, recipe in recipes.items()
     }
     print_result(result, json, "\n".join(lines))
+
+
+def scale(
+    wanted: Annotated[str, typer.Option("--parameters", metavar="N", help="Parameters of the model, such as 124M.")],
+    ratio: Annotated[
+        float, typer.Option("--tokens-per-parameter", min=0.01, metavar="X", help="Tokens to train on / parameters.")
+    ] = 20.0,
+    optimizer: Annotated[ScaledOptimizer, typer.Option(help="The optimizer of the recipe.")] = ScaledOptimizer.adamw,
+    vocab: Annotated[int, typer.Option(min=2, help="Ids of the tokenizer.")] = 50257,
+    sequence_length: Annotated[
+        int | None, typer.Option(min=2, help="Tokens of a sample.  [default: 1024, above 1B parameters 2048 or 4096]")
+    ] = None,
+    gpu: Annotated[str, typer.Option(help="The GPU to predict time and memory for, as in the catalogue.")] = "h200",
+    gpus: Annotated[int, typer.Option(min=1, help="Number of these GPUs, in one node.")] = 1,
+    price_hour: Annotated[
+        float | None, typer.Option(min=0.0, metavar="USD", help="Price of one GPU for an hour, to predict the cost.")
+    ] = None,
+    out: Annotated[Path, typer.Option(metavar="FILE", help="The recipe to write.")] = Path("scaled.toml"),
+    json: JsonOption = False,
+) -> None:
+    """Write a recipe for a number of parameters: width, heads, batch, learning rates and steps by published rules.
+
+    Also predicts time and GPU hours with AdamW and with Muon. Set data.train before training.
+
+    Example: steelyard recipe scale --parameters 124M --tokens-per-parameter 20 --gpu h200 --out 124m.toml
+    """
+    from steelyard.tune.scaled_recipe import ScaleRequest, scaled
+
+    size = parse_count("--parameters", "parameters", wanted)
+    request = ScaleRequest(size, ratio, vocab, sequence_length, gpu, gpus, price_hour)
+    runs, reasons = scaled(request, out.stem)
+    files.write_text(out, to_toml(runs[optimizer.value].settings))
+    console.say(f"wrote {out}: set data.train, then steelyard train {out}")
+    result = {"out": str(out), "runs": {name: vars(run) for name, run in runs.items()}, "reasons": reasons}
+    print_result(result, json, "\n".join(reasons))
 
 
 def migrate(

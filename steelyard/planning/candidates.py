@@ -232,8 +232,10 @@ class Candidates:
     def bound(self, mesh: MeshCandidate) -> float:
         """A lower bound over all partitions and both settings of sequence parallelism, without recomputation.
 
-        Cached, because a Pareto search runs twice, by time and by price.
+        Of the schedules, only zero-bubble has a bound of its own. Cached, because a Pareto search may run twice.
         """
+        if mesh.schedule != "zero-bubble":
+            mesh = replace(mesh, schedule="1f1b")
         if mesh not in self.bounds:
             layouts = [mesh.layout(Variant("none", 0, sequence)) for sequence in self.bounding(mesh)]
             self.bounds[mesh] = min(self.step(layout).bound(self.recipe.model.layers) for layout in layouts)

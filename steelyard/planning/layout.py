@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -213,3 +214,18 @@ class Seats:
             seats.append(Seat(node, self.nodes[node], here))
             first, ranks, node = first + here, ranks - here, node + 1
         return tuple(seats)
+
+
+def seat_kinds(seats: Sequence[Seat]) -> tuple[object, ...]:
+    """What the cost of a pipeline rank depends on: types of nodes, ranks on each of them, and the number of nodes."""
+    return (*{(seat.nodes.type, seat.ranks): None for seat in seats}, len(seats))
+
+
+def seat_pairs(one: Sequence[Seat], other: Sequence[Seat]) -> list[tuple[Seat, Seat]]:
+    """Seats that send to each other."""
+    return [*zip(one, other, strict=False), (one[-1], other[-1])]
+
+
+def link_kinds(one: Sequence[Seat], other: Sequence[Seat]) -> tuple[object, ...]:
+    """What the time of a send between two pipeline ranks depends on."""
+    return tuple({(a.nodes.type, b.nodes.type, a.node == b.node, a.ranks): None for a, b in seat_pairs(one, other)})

@@ -18,7 +18,6 @@ from steelyard.planning.cluster import Cluster, Placement
 from steelyard.planning.software import MEGATRON, Software
 
 UNLIMITED = 100_000
-MOST_ARRANGEMENTS = 64
 MOST_USES = 512  # With more sets of nodes than this, only round numbers of nodes are tried.
 LEAST_CONTEXT = 2048  # Minimum tokens per context rank; with fewer, communication dominates.
 
@@ -42,6 +41,8 @@ class SearchLimits:
     """Whether 1F1B may have fewer micro-batches than pipeline ranks."""
     subsets: bool = True
     """Whether nodes may stay idle."""
+    arrangements: int = 64
+    """Maximum number of orders of nodes along the pipeline; with more, nodes of one type are neighbours."""
     uses: int = UNLIMITED
     """Maximum number of node sets to evaluate, the most promising first."""
     meshes: int = UNLIMITED
@@ -56,7 +57,8 @@ def limits_for(cluster: Cluster, objective: str = "time") -> SearchLimits:
     """
     if cluster.ranks <= 256:
         return SearchLimits()
-    return SearchLimits(micro_batch=8, virtual=2, meshes={"time": 120, "pareto": 60}.get(objective, 150))
+    meshes = {"time": 120, "pareto": 80}.get(objective, 150)
+    return SearchLimits(micro_batch=8, virtual=2, arrangements=1, meshes=meshes)
 
 
 def restricted(limits: SearchLimits, software: Software) -> SearchLimits:
@@ -123,7 +125,7 @@ def _round(most: int, factors: tuple[int, ...] = (1, 3)) -> list[int]:
     return sorted((number for number in found if number <= most), reverse=True)
 
 
-def orders(use: Use) -> list[Placement]:
+def orders(use: Use, limits: SearchLimits) -> list[Placement]:
     """Orders of different nodes along the pipeline: all of them if they are few, otherwise one block per type."""
     if len(use.counts) == 1:
         return [use.counts]
@@ -133,7 +135,7 @@ def orders(use: Use) -> list[Placement]:
         for number in range(1, count + 1):
             placed += 1
             total = total * placed // number
-        if total > MOST_ARRANGEMENTS:
+        if total > limits.arrangements:
             return [tuple(order) for order in permutations(use.counts)]
     return [_blocks(line) for line in _arrangements(use.counts)]
 

@@ -29,6 +29,7 @@ from dataclasses import dataclass
 
 from steelyard.core import units
 from steelyard.core.recipe import Recipe
+from steelyard.core.recipe.parallel_section import Partition
 from steelyard.planning.cluster import Cluster
 from steelyard.planning.layout import Layout, Seat
 from steelyard.planning.predict import Predictor
@@ -37,7 +38,7 @@ from steelyard.sizes import activations
 from steelyard.sizes.activations import FP32, working_bytes
 from steelyard.sizes.gpu_catalogue import GIB
 from steelyard.sizes.in_flight import fullest
-from steelyard.sizes.memory import RESERVED, Memory, memory_of
+from steelyard.sizes.memory import RESERVED, Memory
 from steelyard.sizes.stage_layers import stage_parameters
 
 # Megatron's bytes per parameter: weights, gradients, and what the distributed optimizer shards.
@@ -84,7 +85,7 @@ def memories_of(predictor: Predictor, layout: Layout, ranks: Sequence[int]) -> l
         return _megatron(predictor, layout, ranks)
     if predictor.software.name == TORCHTITAN.name:
         return _torchtitan(predictor, layout, ranks)
-    memories = memory_of(layout.applied(predictor.recipe), layout.world, ranks)
+    memories = predictor.rank_memory(layout).of(Partition(layout.partition), ranks)
     return predictor.cluster.evidence.measured(memories, layout, ranks)
 
 

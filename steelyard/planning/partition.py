@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import product
-from operator import mul
+from operator import itemgetter, mul
 
 from steelyard.planning import memory_fit
 from steelyard.planning.layout import Layout
@@ -103,19 +103,9 @@ def refined(predictor: Predictor, layout: Layout, layers: int, passes: int = FUL
     if most is not None and min(most) < 0:
         return layout
 
-    known: dict[tuple[int, tuple[int, ...]], bool] = {}
-
-    def rank_fits(counts: tuple[int, ...], rank: int) -> bool:
-        """Whether a rank with several stages fits: its memory depends on its own layers only."""
-        key = (rank, counts[rank :: layout.pipeline])
-        if key not in known:
-            [room] = memory_fit.rooms(predictor, layout.with_partition(counts), [rank])
-            known[key] = room.fits
-        return known[key]
-
     def fits(counts: tuple[int, ...]) -> bool:
         if most is None:
-            return all(rank_fits(counts, rank) for rank in range(layout.pipeline))
+            return all(room.fits for room in memory_fit.rooms(predictor, layout.with_partition(counts)))
         return all(count <= limit for count, limit in zip(counts, most, strict=True))
 
     def seconds(counts: tuple[int, ...]) -> float:
@@ -128,8 +118,9 @@ def refined(predictor: Predictor, layout: Layout, layers: int, passes: int = FUL
             best, least = start, time
     if least == float("inf"):
         return layout
-    counts, _ = improved(best, seconds, step.at_least, fits, tries)
-    return layout.with_partition(counts)
+    ways = (False, True) if passes > QUICKLY else (False,)  # Each ends where the other does not.
+    ends = [improved(best, seconds, step.at_least, fits, tries, steepest) for steepest in ways]
+    return layout.with_partition(min(ends, key=itemgetter(1))[0])
 
 
 def balanced(
@@ -244,23 +235,24 @@ def improved(
     at_least: Simulated,
     allowed: Callable[[tuple[int, ...]], bool],
     tries: int,
+    steepest: bool = False,
 ) -> tuple[tuple[int, ...], float]:
     """Move single layers between stages while the simulated time decreases, with at most `tries` simulations.
 
-    Moves are simulated in the order of their lower bound. Moves whose bound is not below the best time are skipped.
+    Moves are simulated in the order of their lower bound. The first one that shortens the step is made, or, if
+    `steepest`, the best one. Moves whose bound is not below the best time are skipped.
     """
     best, seconds = counts, simulated(counts)
     while True:
-        moves = sorted((at_least(moved), moved) for moved in _moved(best))
-        for bound, moved in moves:
-            if bound >= seconds or not tries:
-                return best, seconds
+        before = best
+        for bound, moved in sorted((at_least(moved), moved) for moved in _moved(before)):
+            if bound >= seconds or not tries or (best != before and not steepest):
+                break
             tries -= 1
             time = simulated(moved)
             if time < seconds * (1 - 1e-9) and allowed(moved):  # The memory check costs more than the simulation.
                 best, seconds = moved, time
-                break
-        else:
+        if best == before or not tries:
             return best, seconds
 
 

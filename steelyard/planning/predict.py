@@ -18,12 +18,14 @@ from steelyard.planning.cluster import Cluster, Nodes, Placement
 from steelyard.planning.communication import AllToAll, Ring, group
 from steelyard.planning.compute import LayerDims, Pass, Work
 from steelyard.planning.cost_table import CostTable, Parts, RankParams, StageCost, UnitCost
-from steelyard.planning.layout import Layout, Seat, Seats
+from steelyard.planning.evidence import layout_key
+from steelyard.planning.layout import Layout, Seat, Seats, link_kinds, seat_kinds, seat_pairs
 from steelyard.planning.software import STEELYARD, Software, as_run
 from steelyard.planning.step import StepCost
 from steelyard.planning.update_cost import UpdateCost
 from steelyard.sizes.gpu_catalogue import Gpu
 from steelyard.sizes.param_count import parameters
+from steelyard.sizes.rank_memory import RankMemory
 
 if TYPE_CHECKING:
     from steelyard.planning.measured_layers import Profile
@@ -69,6 +71,7 @@ class Predictor:
         self._examples: list[Any] = []
         self._params: dict[tuple[int, int, int], tuple[RankParams, ...]] = {}
         self._matrices: dict[int, int] = {}
+        self._memories: dict[tuple[object, ...], RankMemory] = {}
 
     @classmethod
     def of_layout(
@@ -98,9 +101,9 @@ class Predictor:
                 self._seats[layout.placement] = Seats(self.cluster, layout.placement)
             placed, ranks = self._seats[layout.placement], layout.stage_ranks
             seats = [placed.of(stage * ranks, ranks) for stage in range(layout.pipeline)]
-            kinds = [self._intern(_kinds(each), each) for each in seats]
-            links = [self._intern(_link(one, seats[(rank + 1) % len(seats)]), (one, seats[(rank + 1) % len(seats)]))
-                     for rank, one in enumerate(seats)]  # fmt: skip
+            kinds = [self._intern(seat_kinds(each), each) for each in seats]
+            pairs = list(zip(seats, seats[1:] + seats[:1], strict=True))
+            links = [self._intern(link_kinds(*pair), pair) for pair in pairs]
             self._placed[key] = StagePlacement(seats, kinds, links)
         return self._placed[key]
 
@@ -110,6 +113,13 @@ class Predictor:
             self._numbers[key] = len(self._examples)
             self._examples.append(example)
         return self._numbers[key]
+
+    def rank_memory(self, layout: Layout) -> RankMemory:
+        """The memory of Steelyard's ranks under the layout as a function of its partition."""
+        key = layout_key(layout)[:-1]
+        if key not in self._memories:
+            self._memories[key] = RankMemory(layout.applied(self.recipe), layout.world)
+        return self._memories[key]
 
     def micro_batches(self, layout: Layout) -> int:
         """Micro-batches per step on one data-parallel rank."""
@@ -187,7 +197,7 @@ class Predictor:
         for number in set(numbers):
             if number not in known:
                 known[number] = made(self._examples[number])
-        return tuple(known[number] for number in numbers)
+        return tuple([known[number] for number in numbers])  # A generator takes twice as long.
 
     def seconds(self, layout: Layout) -> float:
         """The time of the step."""
@@ -286,7 +296,7 @@ class Predictor:
         cut = layout.tensor if layout.sequence_parallel or self.software.scattered else 1
         tokens = layout.micro_batch * self.dims.sequence // layout.context
         bytes_ = self.each * tokens * self.dims.hidden / cut
-        return max(communication.send(self.cluster, a, b, bytes_, a.ranks) for a, b in _pairs(one, other))
+        return max(communication.send(self.cluster, a, b, bytes_, a.ranks) for a, b in seat_pairs(one, other))
 
     def rank_params(self, tensor: int, pipeline: int, expert: int = 1) -> tuple[RankParams, ...]:
         """Parameters on each pipeline rank. A tied head on another rank than the embedding is a second copy of it."""
@@ -316,20 +326,6 @@ def linked(cluster: Cluster, profiles: Mapping[str, Profile]) -> Cluster:
 def _host_updates(kinds: Iterable[Nodes], states: int) -> tuple[UpdateCost, ...]:
     """The optimizer update in host memory, on each type of node."""
     return tuple(update_cost.host_optimizer(nodes, nodes.gpus, states) for nodes in kinds)
-
-
-def _kinds(seats: Sequence[Seat]) -> tuple[object, ...]:
-    """What the cost of a pipeline rank depends on: types of nodes, ranks on each of them, and the number of nodes."""
-    return (*{(seat.nodes.type, seat.ranks): None for seat in seats}, len(seats))
-
-
-def _pairs(one: Sequence[Seat], other: Sequence[Seat]) -> list[tuple[Seat, Seat]]:
-    """Seats that send to each other."""
-    return [*zip(one, other, strict=False), (one[-1], other[-1])]
-
-
-def _link(one: Sequence[Seat], other: Sequence[Seat]) -> tuple[object, ...]:
-    return tuple({(a.nodes.type, b.nodes.type, a.node == b.node, a.ranks): None for a, b in _pairs(one, other)})
 
 
 def _again(layer: Pass, recompute: str | int) -> float:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count, product
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from steelyard.core.console import console
@@ -58,11 +59,20 @@ def search(
         raise lacking(recipe, sorted({gpu.name for gpu in cluster.gpu_by_type.values()}))
     limits = layout_space.restricted(limits or layout_space.limits_for(cluster, objective), software)
     candidates = Candidates(recipe, cluster, limits, software, profiles, imbalance)
-    found = _Search(candidates, objective, top).run()
-    if objective == "pareto" and not found.complete:  # The limit cut off slow plans: a search by cost finds cheap ones.
-        fast = found.plans
-        found = _Search(candidates, "cost", top).run()
-        found.plans, found.complete = _frontier(fast + found.plans), False
+    if objective == "pareto" and limits.meshes < UNLIMITED:  # One search would find only fast plans within the limit.
+        searches = [_Search(candidates, each, top) for each in ("time", "cost")]
+    else:
+        searches = [_Search(candidates, objective, top)]
+    found = candidates.found
+    found.complete = len(searches) == 1
+    for each in searches:
+        each.run()
+    if objective == "pareto":
+        kept = [entry for each in searches for entry in each.best.values()]
+        found.plans = _frontier([candidates.plan(layout) for layout in _promising(kept, cluster)])
+    else:
+        kept = sorted(searches[0].best.values(), key=itemgetter(0, 1))[:top]
+        found.plans = sorted((candidates.plan(layout) for _, _, layout in kept), key=lambda plan: plan.value(objective))
     return found
 
 
@@ -111,13 +121,14 @@ class _Search:
         self.queue: list[tuple[float, int, Callable[[], None]]] = []
         self.ticket = count()
 
-    def run(self) -> SearchResult:
+    def run(self) -> None:
+        """Fill `best` with the best layout of each mesh, as (value, seconds, layout)."""
         uses, whole = layout_space.uses(self.cluster, self.limits)
         opened = sorted((choices for use in uses if self._can_compute(use) and (choices := self._opened(use))), key=min)
         for choices in opened[: self.limits.uses]:
             for bound, _, go_on in choices:
                 self._push(bound, go_on)
-        self.found.complete = whole and len(opened) <= self.limits.uses
+        self.found.complete &= whole and len(opened) <= self.limits.uses
         with console.progress(
             "searching", self.limits.meshes if self.limits.meshes < UNLIMITED else 0, "meshes"
         ) as bar:
@@ -127,26 +138,8 @@ class _Search:
                     break
                 before = self.finished
                 go_on()
-                bar.advance(max(0.0, self.finished - before))
+                bar.advance(max(0.0, self.finished - before), f"{len(self.queue)} choices left")
         self.found.complete &= self.finished < self.limits.meshes
-        kept = sorted(self.best.values(), key=lambda entry: entry[:2])
-        if self.objective == "pareto":
-            self.found.plans = _frontier([self.candidates.plan(layout) for layout in self._promising(kept)])
-        else:
-            plans = [self.candidates.plan(layout) for _, _, layout in kept[: self.top]]
-            self.found.plans = sorted(plans, key=lambda plan: plan.value(self.objective))
-        return self.found
-
-    def _promising(self, kept: list[tuple[float, float, Layout]]) -> list[Layout]:
-        """The Pareto frontier of time and price before partitions are refined, the fastest first."""
-        chosen: list[Layout] = []
-        least = float("inf")
-        for _, seconds, layout in sorted(kept, key=lambda entry: entry[1]):
-            cost = seconds * (self.cluster.price_hour(layout.placement) or 0.0)
-            if cost < least * (1 - 1e-9):
-                chosen.append(layout)
-                least = cost
-        return chosen
 
     def _can_compute(self, use: Use) -> bool:
         gpus = [self.cluster.gpu_of(self.cluster.nodes_of(type_)) for type_, _ in use.counts]
@@ -195,7 +188,7 @@ class _Search:
                 continue
             schedules = layout_space.schedules(self.recipe, pipeline, batch // data, self.limits)
             deepest = max((virtual for _, virtual in schedules), default=0)
-            placements = (layout_space.orders(use) if pipeline > 1 else [use.counts]) if deepest else []
+            placements = (layout_space.orders(use, self.limits) if pipeline > 1 else [use.counts]) if deepest else []
             degrees = layout_space.experts(self.recipe, data * context)
             for placement, expert in product(placements, degrees):
                 mesh = MeshCandidate(
@@ -265,6 +258,18 @@ class _Search:
 
     def _weight_of(self, nodes: Placement) -> float:
         return weight(self.objective, self.cluster.price_hour(nodes), self.cluster.watts(nodes))
+
+
+def _promising(kept: list[tuple[float, float, Layout]], cluster: Cluster) -> list[Layout]:
+    """The Pareto frontier of time and price before partitions are refined, the fastest first."""
+    chosen: list[Layout] = []
+    least = float("inf")
+    for _, seconds, layout in sorted(kept, key=itemgetter(1)):
+        cost = seconds * (cluster.price_hour(layout.placement) or 0.0)
+        if cost < least * (1 - 1e-9):
+            chosen.append(layout)
+            least = cost
+    return chosen
 
 
 def _frontier(plans: list[Plan]) -> list[Plan]:

@@ -12,6 +12,7 @@ from operator import mul
 
 from steelyard.core.recipe import Recipe
 from steelyard.core.recipe.optimizers import OPTIMIZERS, STATE_BYTES
+from steelyard.core.recipe.parallel_section import Partition
 from steelyard.sizes import activations, head_memory, memory_copies
 from steelyard.sizes.activations import FP32, working_bytes
 from steelyard.sizes.adapter_size import adapter_size
@@ -20,7 +21,7 @@ from steelyard.sizes.in_flight import fullest
 from steelyard.sizes.memory_moments import MomentSizes, peak
 from steelyard.sizes.param_count import layer_matrices
 from steelyard.sizes.rank_check import data_ranks
-from steelyard.sizes.stage_layers import stages_layers, stages_parameters
+from steelyard.sizes.stage_layers import StageSizes, layers_of, partition_of
 
 TOKEN_ID = 8
 LOGITS = {"2:4": 1.5, "1:4": 1.0}  # mask logits per weight for learned masks
@@ -65,36 +66,44 @@ def micro_batches(recipe: Recipe, world: int) -> int:
 def memory_of(recipe: Recipe, world: int, ranks: Iterable[int] | None = None) -> list[Memory]:
     """The peak memory of each pipeline rank, or of the given ones; all ranks of a pipeline rank need the same."""
     wanted = range(recipe.parallel.pipeline) if ranks is None else ranks
-    shared = _Shared(recipe, world)
-    return [_Rank(shared, rank).memory() for rank in wanted]
+    shared, partition = SharedSizes(recipe, world), partition_of(recipe)
+    return [RankPeak(shared, partition, rank).memory() for rank in wanted]
 
 
-class _Shared:
-    """Values that all pipeline ranks of a recipe share, computed once because a search evaluates millions of ranks."""
+class SharedSizes:
+    """Values that all pipeline ranks and all partitions of a recipe share."""
 
     def __init__(self, recipe: Recipe, world: int) -> None:
-        self.recipe = recipe
-        self.data_ranks = data_ranks(recipe, world)
-        self.parts = stages_parameters(recipe, recipe.parallel.tensor, recipe.parallel.expert)
-        self.layers = stages_layers(recipe)
+        self.recipe, self.data_ranks = recipe, data_ranks(recipe, world)
+        self.micro_batches = recipe.train.global_batch // (recipe.train.micro_batch * self.data_ranks)
+        self.stages = StageSizes(recipe, recipe.parallel.tensor, recipe.parallel.expert)
         self.per_token = activations.per_token(recipe)
         self.adapter = adapter_size(recipe, working_bytes(recipe))
+        self.matrices = layer_matrices(recipe.model) // recipe.parallel.tensor
+
+    def states(self, rank: int) -> tuple[tuple[int, ...], ...]:
+        """The micro-batches in flight on a pipeline rank at its fullest moments."""
+        parallel = self.recipe.parallel
+        return fullest(parallel.schedule, parallel.pipeline, parallel.virtual, self.micro_batches, rank)
 
 
-class _Rank:
+class RankPeak:
     """One pipeline rank of a recipe, and the values that its memory depends on."""
 
-    def __init__(self, shared: _Shared, rank: int) -> None:
+    def __init__(self, shared: SharedSizes, partition: Partition, rank: int) -> None:
         recipe = self.recipe = shared.recipe
         parallel = self.parallel = recipe.parallel
         self.each, self.per_token = working_bytes(recipe), shared.per_token
         self.stages = range(rank, parallel.stages, parallel.pipeline)
         self.is_last = parallel.stages - 1 in self.stages
-        self.parts = shared.parts[rank :: parallel.pipeline]
-        self.stage_layers = shared.layers[rank :: parallel.pipeline]
+        self.stage_layers = [layers_of(recipe, partition, stage) for stage in self.stages]
+        self.parts = [
+            shared.stages.of(stage, parallel.stages, layers)
+            for stage, layers in zip(self.stages, self.stage_layers, strict=True)
+        ]
         self.layers = [part.layers for part in self.parts]
         self.held = sum(part.total for part in self.parts)
-        self.matrices = layer_matrices(recipe.model) // parallel.tensor
+        self.matrices = shared.matrices
         self.learns_masks = recipe.sparsity is not None and recipe.sparsity.method == "learned"
         share = LOGITS[recipe.sparsity.pattern] if recipe.sparsity is not None and self.learns_masks else 0.0
         self.layer_logits = int(self.matrices * share)
@@ -116,11 +125,11 @@ class _Rank:
         self.expert_shards = self.shards // parallel.expert if parallel.zero else 1
         self.trained_experts = 0 if self.is_frozen else self.experts
         self.experts_are_whole = self.experts > 0 and self.columns == parallel.expert
-        self.micro_batches = recipe.train.global_batch // (recipe.train.micro_batch * shared.data_ranks)
-        self.states = fullest(parallel.schedule, parallel.pipeline, parallel.virtual, self.micro_batches, rank)
+        self.micro_batches, self.states = shared.micro_batches, shared.states(rank)
         self.tokens = recipe.train.micro_batch * recipe.data.sequence_length // parallel.context
 
     def memory(self) -> Memory:
+        """The peak of the rank, by kind."""
         experts = self.weight_bytes * self.experts
         kept = -(-(self.stored - experts) // self.shards) - (-experts // self.expert_shards)
         sharded = FP32 * self._share(self.trained)

@@ -14,7 +14,6 @@ from heapq import heapify, heapreplace
 from steelyard.core.recipe import Recipe
 from steelyard.core.recipe.parallel_section import Partition
 from steelyard.sizes.param_count import (
-    LayerSize,
     Parameters,
     end_parameters,
     head_flops,
@@ -76,36 +75,42 @@ def stage_flops(recipe: Recipe, stage: int, layers: int) -> int:
 
 def stage_parameters(recipe: Recipe, stage: int, tensor: int = 1, expert: int = 1) -> Parameters:
     """Parameters of a stage on one of `tensor` x `expert` ranks, including padding of the vocabulary."""
-    return stages_parameters(recipe, tensor, expert)[stage]
+    partition = partition_of(recipe)
+    return StageSizes(recipe, tensor, expert).of(stage, partition.stages, layers_of(recipe, partition, stage))
 
 
-def stages_parameters(recipe: Recipe, tensor: int = 1, expert: int = 1) -> list[Parameters]:
-    """Parameters of all stages. A tied head on another stage than the embedding is a second copy of the table."""
-    sizes, partition = end_parameters(recipe.model, tensor, padded=True), partition_of(recipe)
-    table = recipe.model.padded_vocab * recipe.model.hidden // tensor
-    head = table if recipe.model.tied and partition.stages > 1 else sizes.head
-    layers = layer_sizes(recipe.model, tensor, expert)
-    stages = [sum_layers(tuple(_of_stage(layers, partition, stage))) for stage in range(partition.stages)]
-    stages[0] = replace(stages[0], embedding=sizes.embedding)
-    stages[-1] = replace(stages[-1], final_norm=sizes.final_norm, head=head)
-    return stages
-
-
-def _of_stage(layers: list[LayerSize], partition: Partition, stage: int) -> list[LayerSize]:
-    """The layers of a stage.
+def layers_of(recipe: Recipe, partition: Partition, stage: int) -> range:
+    """The numbers of the layers of a stage.
 
     `planning.partition` tries counts that are not a partition of the model, to find how many layers a rank has memory
-    for. All layers are the largest ones there.
+    for. These layers are beyond those of the model, and are as large as its largest.
     """
-    if partition.total != len(layers):
-        return [max(layers)] * partition.counts[stage]
-    numbers = partition.layers_of(stage)
-    return layers[numbers.start : numbers.stop]
-
-
-def stages_layers(recipe: Recipe) -> list[range]:
-    """The numbers of the layers of each stage; beyond those of the model if the counts are not a partition of it."""
-    partition, layers = partition_of(recipe), recipe.model.layers
+    layers = recipe.model.layers
     if partition.total != layers:
-        return [range(layers, layers + count) for count in partition.counts]
-    return [partition.layers_of(stage) for stage in range(partition.stages)]
+        return range(layers, layers + partition.counts[stage])
+    return partition.layers_of(stage)
+
+
+class StageSizes:
+    """The parameters of a stage on one of `tensor` x `expert` ranks as a function of its layers."""
+
+    def __init__(self, recipe: Recipe, tensor: int = 1, expert: int = 1) -> None:
+        model = recipe.model
+        self.layers = layer_sizes(model, tensor, expert)
+        self.largest = max(self.layers)
+        self.is_uniform = len(set(self.layers)) == 1
+        self.ends = end_parameters(model, tensor, padded=True)
+        self.copy = model.padded_vocab * model.hidden // tensor if model.tied else 0
+
+    def of(self, stage: int, stages: int, layers: range) -> Parameters:
+        """The parameters of a stage. A tied head on another stage than the embedding is a second copy of the table."""
+        if layers.stop > len(self.layers):
+            found = sum_layers((self.largest,) * len(layers))
+        else:
+            found = sum_layers(tuple(self.layers[layers.start : layers.stop]))
+        if stage == 0:
+            found = replace(found, embedding=self.ends.embedding)
+        if stage == stages - 1:
+            head = self.copy if self.copy and stages > 1 else self.ends.head
+            found = replace(found, final_norm=self.ends.final_norm, head=head)
+        return found

@@ -1,8 +1,10 @@
 """Graceful stop: the first SIGINT, SIGTERM or SIGUSR1 ends the run after the current step, a second one immediately.
 
-A scheduler may signal only some ranks, or signal them during different steps, so the ranks agree once per step, and in
-a validation, which is then discarded, once per batch. A signal within a second of the first is the same request by
-another path (terminal, launcher, scheduler).
+A scheduler may signal only some ranks, or signal them during different steps, so the ranks agree once per step. No rank
+waits for the others then: the agreement starts after a step, and its result is read after the next one. So several
+ranks stop one step later than a single process does. In a validation, which is then discarded, they agree before every
+batch, and wait. A signal within a second of the first is the same request by another path (terminal, launcher,
+scheduler).
 """
 
 from __future__ import annotations
@@ -32,6 +34,12 @@ class StopRequest:
     unit = "step"
     """What still ends before the run stops, for the message."""
 
+    def __init__(self) -> None:
+        self._is_agreed = False
+        self._pending: tuple[torch.Tensor, dist.Work | None] | None = None
+        if dist.is_initialized():
+            self.unit = "step or the next one"
+
     def handle(self, number: int, frame: FrameType | None) -> None:
         """The signal handler."""
         if self.is_requested:
@@ -50,13 +58,34 @@ class StopRequest:
         finally:
             self.unit = before
 
-    def agreed(self, out_of_time: bool = False) -> bool:
-        """Whether any rank has a request or is out of time. All ranks call this at the same places."""
+    def agreed(self) -> bool:
+        """Whether any rank has a request. All ranks call this at the same places, and wait for each other."""
+        if not self.finish():
+            self._begin(out_of_time=False)
+        return self.finish()
+
+    def agreed_after_step(self, out_of_time: bool) -> bool:
+        """Whether any rank had a request, or was out of time, after the previous step; a single process: after this."""
+        if self.finish():
+            return True
+        self._begin(out_of_time)
+        return not dist.is_initialized() and self.finish()
+
+    def _begin(self, out_of_time: bool) -> None:
         flags = torch.tensor([self.is_requested, out_of_time], dtype=torch.int32)
-        if dist.is_initialized():
-            dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-        is_requested, self.agreed_by_clock = (bool(flag) for flag in flags)
-        return is_requested or self.agreed_by_clock
+        work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, async_op=True) if dist.is_initialized() else None
+        self._pending = flags, work
+
+    def finish(self) -> bool:
+        """Wait for the agreement that has begun. Returns whether the ranks have agreed to stop, now or before."""
+        if self._pending is not None:
+            flags, work = self._pending
+            if work is not None:
+                work.wait()
+            self._pending = None
+            is_requested, self.agreed_by_clock = (bool(flag) for flag in flags)
+            self._is_agreed |= is_requested or self.agreed_by_clock
+        return self._is_agreed
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from steelyard.sizes.param_count import described, flops_per_token
 from steelyard.tokens.dataloader import Loader
 from steelyard.tokens.samples import Samples
 from steelyard.training import device as devices
-from steelyard.training import host_info, peak_memory, run_status, setup
+from steelyard.training import garbage, host_info, peak_memory, run_status, setup
 from steelyard.training.config_check import refuse_other_recipes
 from steelyard.training.engine import Engine
 from steelyard.training.extension import Extension
@@ -43,8 +43,6 @@ from steelyard.training.validation_loss import judged, validation_loss
 from steelyard.training.watchdog import Watchdog
 
 STEPS_BEFORE_MEMORY_REPORT = 2
-
-
 OpenData = Callable[[Recipe, World], tuple[Samples, Samples | None]]
 
 
@@ -146,7 +144,7 @@ class Trainer:
         bar = console.progress("train", total, "tokens", done=counters.tokens, lines=False)
         self.speed.begin(counters.tokens)
         report_memory_at = counters.step + STEPS_BEFORE_MEMORY_REPORT
-        with bar as progress, self.recorder, batches, self.step_timer.watchdog:
+        with bar as progress, self.recorder, batches, self.step_timer.watchdog, garbage.at_fixed_steps() as collect:
             if self.validates_first and not self._validate(stop):
                 return self._stopped(stop.agreed_by_clock)
             while counters.step < train.steps:
@@ -160,6 +158,7 @@ class Trainer:
                 if counters.step == report_memory_at:
                     console.say(peak_memory.report(self.device))
                 progress.advance(batch * length, note=f"step {counters.step}/{train.steps}")
+                collect(counters.step)
                 is_best = out_of_patience = cut_short = False
                 if self._is_validation_due():
                     cut_short = not self._validate(stop)
@@ -167,7 +166,7 @@ class Trainer:
                         is_best, out_of_patience = judged(self.valid_losses, recipe.eval.patience)
                     is_best = is_best and recipe.checkpoint.keep_best
                 out_of_time = time.monotonic() > deadline
-                stopping = stop.agreed(out_of_time) and (cut_short or not (is_last or out_of_patience))
+                stopping = stop.agreed_after_step(out_of_time) and (cut_short or not (is_last or out_of_patience))
                 is_end = (is_last or stopping or out_of_patience) and recipe.checkpoint.at_end
                 if is_end or is_best or _is_multiple(recipe.checkpoint.every, counters.step):
                     self._save(is_best)
@@ -179,6 +178,7 @@ class Trainer:
                     return self._stopped(stop.agreed_by_clock)
                 if out_of_patience:
                     break
+            stop.finish()
             self._finish_saves()
         return "finished"
 

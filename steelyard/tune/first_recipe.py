@@ -107,11 +107,11 @@ def pretraining(found: Survey, machine: Hardware, recipe: Path, hours: float) ->
         tokens = int(min(MOST_EPOCHS * text_tokens, compute / (6 * size)))
         settings = _settings(recipe, machine, model, length, rate, tokens)
         settings["data"] |= {"tokenizer": f"{folder}/tokenizer", "train": f"{folder}/tokens_{found.key}_document"}
-        fitting = _fitting(settings, machine)
+        fitting = fit_to_memory(settings, machine)
         if fitting is not None:
             break
     else:
-        raise _too_small(machine)
+        raise too_small(machine)
     trained = fitting["train"]["steps"] * fitting["train"]["global_batch"] * length
     reasons = [
         f"text     {units.size(found.bytes)} in {', '.join(found.inputs)}, about {units.count(text_tokens)} tokens",
@@ -138,11 +138,11 @@ def finetuning(found: Survey, machine: Hardware, recipe: Path, base: str, contex
     settings["optim"] |= {"weight_decay": 0.0}
     settings |= {"eval": {"every": 50}, "checkpoint": {"every": 200, "keep_best": True}, "log": {"every": 5}}
     settings["finetune"] = {"data": found.inputs}
-    fitting = _fitting(settings, machine)
+    fitting = fit_to_memory(settings, machine)
     if fitting is None:
         frozen = 4 * parameters(config).total / machine.devices
         if frozen > machine.usable:
-            raise _too_small(machine)
+            raise too_small(machine)
         layout = {"recompute": "full"} | ({"zero": 3} if machine.devices > 1 else {})
         fitting = settings | {"parallel": layout}
         fitting["train"] |= {"micro_batch": 1}
@@ -166,9 +166,9 @@ def pruning(found: Survey, machine: Hardware, recipe: Path, base: str, context: 
     settings["data"] |= {"tokenizer": f"{folder}/pruned", "train": f"{folder}/tokens_text_document"}
     settings["train"] |= {"init_from": f"{folder}/pruned"}
     settings["sparsity"] = {"method": "fixed"}
-    fitting = _fitting(settings, machine)
+    fitting = fit_to_memory(settings, machine)
     if fitting is None:
-        raise _too_small(machine)
+        raise too_small(machine)
     windows = max(1, min(128, tokens // (2 * length)))
     words = [
         ["prune", base, f"{folder}/pruned", "--method", "sparsegpt", "--calibration", str(found.files[0]), "--samples",
@@ -201,7 +201,7 @@ def _settings(
     }
 
 
-def _fitting(settings: dict[str, Any], machine: Hardware) -> dict[str, Any] | None:
+def fit_to_memory(settings: dict[str, Any], machine: Hardware) -> dict[str, Any] | None:
     """The settings with the largest micro-batch that fits into memory; None if none does."""
     for saving in SAVINGS:
         for micro in MICRO_BATCHES:
@@ -247,7 +247,8 @@ def _command(words: list[str]) -> str:
     return shlex.join(["steelyard", *words])
 
 
-def _too_small(machine: Hardware) -> RuntimeFailure:
+def too_small(machine: Hardware) -> RuntimeFailure:
+    """The error for a model that fits with no layout."""
     return RuntimeFailure(
         f"no layout on {machine} holds this model for training",
         hint="describe a larger cluster, and let steelyard plan find a layout",

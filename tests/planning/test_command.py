@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from steelyard.cli.plan import _count
+from steelyard.cli.options import parse_count
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import load_recipe
 from steelyard.core.run import for_training
@@ -142,7 +142,7 @@ def test_a_mistake_gets_one_message(planning, words, said, code):
 @pytest.mark.parametrize("text", ["", "inf", "nan", "1e400B", "-3B", "0", "B"])
 def test_what_is_no_number_of_tokens_is_refused(text):
     with pytest.raises(UserError, match="is not a number of tokens"):
-        _count(text)
+        parse_count("--tokens", "tokens", text)
 
 
 def test_sinfo_becomes_a_cluster_file(tmp_path):

@@ -84,7 +84,7 @@ def candidates(machines):
     ):
         for pipeline, data in layout_space.meshes(use.ranks // tensor, BATCH // micro_batch, LAYERS):
             rounds = BATCH // micro_batch // data
-            for placement, schedule in product(layout_space.orders(use), ("1f1b", "gpipe")):
+            for placement, schedule in product(layout_space.orders(use, FASOP), ("1f1b", "gpipe")):
                 if pipeline > 1 and (schedule == "gpipe" or rounds >= pipeline):
                     yield Layout(
                         tensor, 1, pipeline, 1, data, 0, tensor > 1, schedule, micro_batch, "none", (), placement
@@ -180,8 +180,7 @@ def behind(machines, every):
         assert all(memory_fit.fits(predictor, chosen.with_partition(counts)) for counts in theirs)
         assert sum(ours.partition) == LAYERS
         best = min(theirs, key=step.seconds)
-        # Moving layers while the step becomes shorter ends at most 0.6% behind (docs/roadmap.md).
-        if step.seconds(ours.partition) > step.seconds(best) * 1.01:
+        if step.seconds(ours.partition) > step.seconds(best) * (1 + 1e-9):
             ahead.append((step.seconds(ours.partition) / step.seconds(best), ours, best))
     return tried, binding, ahead
 

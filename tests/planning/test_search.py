@@ -42,7 +42,7 @@ def exhaustive(recipe, machines, limits, objective="time"):
             for pipeline, data in layout_space.meshes(use.ranks // tensor, batch, recipe.model.layers):
                 schedules = layout_space.schedules(recipe, pipeline, batch // data, limits)
                 zeros = layout_space.zeros(pipeline, data, limits)
-                orders = layout_space.orders(use) if pipeline > 1 else [use.counts]
+                orders = layout_space.orders(use, limits) if pipeline > 1 else [use.counts]
                 for (schedule, virtual), zero, recompute, placement, sequence in product(
                     schedules, zeros, limits.recomputes, orders, layout_space.sequences(recipe, tensor, 1, limits)
                 ):
@@ -165,7 +165,7 @@ def test_fasops_candidates_are_all_in_the_space():
         for tensor in layout_space.tensors(recipe, machines, use, FASOP):
             for micro_batch in layout_space.micro_batches(recipe, FASOP):
                 meshes = list(layout_space.meshes(use.ranks // tensor, 64 // micro_batch, 48))
-                candidates += sum(len(layout_space.orders(use)) for _ in meshes)
+                candidates += sum(len(layout_space.orders(use, FASOP)) for _ in meshes)
     assert candidates >= 592
 
 
