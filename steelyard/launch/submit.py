@@ -25,8 +25,9 @@ from steelyard.core.recipe import Recipe, to_toml
 from steelyard.core.recipe.site_section import SiteSection
 from steelyard.core.recipe.toml import parse_value
 from steelyard.core.run import MANIFEST, for_training, now, place_for_training
-from steelyard.launch import backends, job_spec, launch_record, site_environment
+from steelyard.launch import backends, elastic_job, job_spec, launch_record, site_environment
 from steelyard.launch.backends import ENDED, JobState, Option
+from steelyard.launch.elastic_job import ElasticJob
 from steelyard.launch.job_spec import JobSpec, NodeGroup
 from steelyard.launch.launch_record import FOLDER, Launch
 from steelyard.planning import cluster as clusters
@@ -54,6 +55,8 @@ class SubmitRequest:
     skip_checks: bool = False
     uses_gpu: bool = False
     """Whether the command in `words` computes on a GPU; a recipe says so itself."""
+    min_nodes: int | None = None
+    """The fewest nodes with which an elastic run continues."""
 
 
 def submit(request: SubmitRequest) -> dict[str, Any]:
@@ -67,7 +70,9 @@ def prepare(request: SubmitRequest) -> JobSpec:
     """Create the run folder with its scripts, without starting anything."""
     found = groups_of(request)
     backend, place = backends.load(request.on), _place(request)
-    backend.scripts(_spec(request, found, place.resolve()))  # Raises an error for a request that cannot be scripted.
+    spec = _spec(request, found, place.resolve())
+    backend.scripts(spec)  # Raises an error for a request that cannot be scripted.
+    _elastic_job(request, spec)
     if not request.skip_checks:
         from steelyard.launch import preflight
 
@@ -79,11 +84,28 @@ def prepare(request: SubmitRequest) -> JobSpec:
     folder = run / FOLDER
     if request.recipe is not None:
         files.write_text(folder / "recipe.toml", to_toml(request.recipe.settings()))
+        _write_elastic(request, spec)
     if spec.private_command is not None:
         files.write_json(spec.private_command, spec.command, private=True)
     for name, text in backend.scripts(spec).items():
         files.write_text(folder / name, text)
     return spec
+
+
+def _write_elastic(request: SubmitRequest, spec: JobSpec) -> None:
+    """Write the files of the process that supervises an elastic run."""
+    job = _elastic_job(request, spec)
+    if job is not None and request.recipe is not None:
+        elastic_job.write(spec.run, job)
+        files.write_text(spec.run / FOLDER / elastic_job.SUBMITTED, to_toml(request.recipe.settings()))
+
+
+def _elastic_job(request: SubmitRequest, spec: JobSpec) -> ElasticJob | None:
+    if spec.min_nodes is None or request.recipe is None:
+        return None
+    agent = job_spec.agent_command(spec, request.on, backends.load(request.on).rank_variables)
+    cluster = clusters.load(request.cluster) if request.cluster else None
+    return elastic_job.of(spec, request.on, agent, cluster, request.recipe)
 
 
 def note(spec: JobSpec, launch: Launch) -> dict[str, Any]:
@@ -155,7 +177,15 @@ def groups_of(request: SubmitRequest) -> list[NodeGroup]:
         backends.refuse_option(request.on, Option.TIME, ", or train.max_hours in the recipe")
     if request.job is not None:
         backends.refuse_option(request.on, Option.ALLOCATION)
+    if request.min_nodes is not None:
+        _refuse_inelastic(request)
     return backends.load(request.on).nodes(request, cluster)
+
+
+def _refuse_inelastic(request: SubmitRequest) -> None:
+    backends.refuse_option(request.on, Option.ELASTIC, ", or remove --min-nodes")
+    if request.recipe is None or request.job is not None:
+        raise UserError("--min-nodes needs a recipe and excludes --job", hint="remove --min-nodes")
 
 
 def _spec(request: SubmitRequest, found: list[NodeGroup], run: Path) -> JobSpec:
@@ -170,6 +200,7 @@ def _spec(request: SubmitRequest, found: list[NodeGroup], run: Path) -> JobSpec:
     return JobSpec(
         run, _name(request), site, found, command, workdir, python, now(), launch_record.next_mark(run),
         request.time_limit, request.reload_container, request.job, is_training=request.recipe is not None,
+        min_nodes=request.min_nodes,
     )  # fmt: skip
 
 
@@ -228,8 +259,10 @@ def array_requests(
 ) -> list[SubmitRequest]:
     """One request for each combination of values (`--array 'train.seed=[1, 2]'`), each with its own name."""
     backends.refuse_option(base.on, Option.ARRAY, ", or steelyard tune for searches")
-    if base.recipe is None or base.job is not None:
-        raise UserError("--array needs a recipe and excludes --job", hint="use steelyard tune for searches")
+    if base.recipe is None or base.job is not None or base.min_nodes is not None:
+        raise UserError(
+            "--array needs a recipe and excludes --job and --min-nodes", hint="use steelyard tune for searches"
+        )
     name, run = base.name or base.recipe.name, base.run
     return [
         replace(

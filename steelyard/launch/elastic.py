@@ -1,0 +1,297 @@
+"""Supervises an elastic run: `python -m steelyard.launch.elastic RUN`, started by `submit --min-nodes`.
+
+    plan     choose layout and nodes for the next attempt (`replan.py`); wait while too few nodes can be used
+    start    one node agent per node: a process here, or a job step on the node
+    watch    a node is lost if its agent is gone, its heartbeat stops, or its ranks do not respond when others time out;
+             a drained node is given back after a save; a node that returned is used after the next checkpoint
+    stop     ranks of a lost attempt are killed, and the run continues from its last checkpoint as the next attempt
+
+A rank that fails on its own, such as with a user error or without a loadable checkpoint, ends the run.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from steelyard.core import files
+from steelyard.core.console import console
+from steelyard.core.errors import Interrupted, RuntimeFailure, SteelyardError
+from steelyard.core.host import die_with_parent
+from steelyard.core.recipe import load_recipe, to_toml
+from steelyard.launch import backends, elastic_job, heartbeat, node_end
+from steelyard.launch.elastic_job import SUBMITTED, ElasticJob, Node
+from steelyard.launch.launch_record import FOLDER
+from steelyard.launch.node_end import KILL, SAVE, NodeEnd
+from steelyard.launch.replan import AttemptPlan, plan
+from steelyard.launch.spawn import signals
+
+DRAIN, CLOCK = "drain", "clock"
+SECONDS_BETWEEN_LOOKS = 0.5
+SECONDS_BETWEEN_PLANS = 5.0
+LOST_AFTER = 12.0  # seconds without a heartbeat
+SECONDS_TO_START = 90.0  # until the first heartbeat
+SECONDS_TO_NOTICE = 12.0  # from the first rank that lost others until all must have ended
+SECONDS_TO_END = 10.0
+MOST_IN_VAIN = 5  # attempts in a row that end before the next checkpoint
+MOST_LOSSES = 3  # of one node, which is then used only if the run could not continue without it
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Why a node was lost, when, at which checkpoint, and how often so far."""
+
+    why: str
+    step: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How an attempt ended: the exit code of the run, or why there is another attempt, and the nodes it lost."""
+
+    code: int | None = None
+    why: str = ""
+    lost: tuple[tuple[str, str], ...] = ()
+
+
+class Attempt:
+    """The node agents of one attempt."""
+
+    def __init__(self, run: Path, name: str, planned: AttemptPlan, job: ElasticJob) -> None:
+        self.run, self.name, self.plan = run, name, planned
+        self.began = time.monotonic()
+        self.noticed: float | None = None  # when the first rank lost others
+        self.request = ""
+        self.heard: set[str] = set()
+        hosts = ",".join(node.name for node in planned.nodes)
+        options = ["--groups", planned.groups, "--hosts", hosts, "--attempt", name]
+        self.processes = {
+            node.name: subprocess.Popen(
+                backends.load(job.backend).on_node(job, node, [*options, *job.command]),
+                stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=die_with_parent(),
+            )
+            for node in planned.nodes
+        }  # fmt: skip
+
+    def ask(self, word: str) -> None:
+        """Ask the agents to have their ranks save and stop, or to kill them."""
+        if self.request not in (word, KILL):
+            self.request = word
+            node_end.request(self.run, self.name, word)
+
+    def ends(self) -> dict[str, NodeEnd]:
+        """The nodes that have ended, and how."""
+        found = {name: node_end.read(self.run, self.name, name) for name in self.processes}
+        return {name: end for name, end in found.items() if end is not None}
+
+    def stop(self, lost: Sequence[str]) -> None:
+        """Kill all ranks. The processes of lost nodes are not waited for."""
+        self.ask(KILL)
+        self._signal(signal.SIGTERM, lost)  # srun ends its step on SIGTERM.
+        others = [name for name in self.processes if name not in lost]
+        self._wait(others)
+        self._signal(signal.SIGTERM, others)
+        self._wait(others)
+        self._signal(signal.SIGKILL, list(self.processes))
+
+    def _signal(self, number: int, names: Sequence[str]) -> None:
+        for process in (self.processes[name] for name in names):
+            if process.poll() is None:
+                process.send_signal(number)
+
+    def _wait(self, names: Sequence[str]) -> None:
+        deadline = time.monotonic() + SECONDS_TO_END
+        while time.monotonic() < deadline and any(self.processes[name].poll() is None for name in names):
+            time.sleep(0.1)
+
+
+class Elastic:
+    """The state of an elastic run between its attempts."""
+
+    def __init__(self, run: Path, stop_signals: list[int]) -> None:
+        self.run, self.stop_signals = run, stop_signals
+        self.job = elastic_job.read(run)
+        self.backend = backends.load(self.job.backend)
+        self.recipe = load_recipe(run / FOLDER / SUBMITTED)
+        self.losses: dict[str, Loss] = {}
+        self.considered: set[str] = set()
+        """The nodes that could be used when the current attempt was planned."""
+        self.unused: dict[str, str] = {}
+
+    def supervise(self) -> int:
+        """Run attempts until the run has finished, failed or was stopped. Returns the exit code."""
+        why, detected, in_vain = "submitted", time.time(), 0
+        while (planned := self._plan()) is not None:
+            saved = newest_checkpoint(self.run)
+            number = 1 + sum("attempt" in each for each in elastic_job.attempts(self.run))
+            self._record(number, why, detected, planned)
+            attempt = Attempt(self.run, f"{self.backend.attempt_name(os.environ)}.{number}", planned, self.job)
+            outcome = self._watch(attempt, saved)
+            detected, why = time.time(), outcome.why
+            if outcome.code is not None:
+                attempt.stop(())
+                return outcome.code
+            console.say(f"attempt {number} ended: {why}")
+            attempt.stop([name for name, _ in outcome.lost])
+            step = newest_checkpoint(self.run)
+            for name, reason in outcome.lost:
+                self.losses[name] = Loss(reason, step, 1 + (self.losses[name].count if name in self.losses else 0))
+            in_vain = in_vain + 1 if step == saved else 0
+            if in_vain >= MOST_IN_VAIN:
+                raise RuntimeFailure(f"{in_vain} attempts in a row ended before a checkpoint; the last one: {why}")
+        return Interrupted.exit_code
+
+    def _record(self, number: int, why: str, detected: float, planned: AttemptPlan) -> None:
+        """Write the recipe of an attempt and its line of `attempts.jsonl`; remove heartbeats of the previous one."""
+        for name in heartbeat.beats(self.run):
+            (self.run / FOLDER / heartbeat.ALIVE / name).unlink(missing_ok=True)
+        files.write_text(self.run / FOLDER / "recipe.toml", to_toml(planned.recipe.settings()))
+        names = [node.name for node in planned.nodes]
+        idle = dict.fromkeys(sorted(self.considered - set(names)), "is not used by the best layout")
+        record = {"attempt": number, "why": why, "detected": detected, "nodes": names, "unused": self.unused | idle}
+        elastic_job.append(self.run, record | {"ranks": sum(planned.ranks), "layout": planned.layout()})
+        console.say(f"attempt {number} on {', '.join(names)}: {why}")
+
+    def _plan(self) -> AttemptPlan | None:
+        """The plan for the nodes that can be used, as soon as there is one; None if a stop signal arrives first."""
+        waiting, is_patient = "", True
+        while not self.stop_signals:
+            usable = self._usable(is_patient)
+            planned = plan(self.job, self.recipe, usable)
+            if isinstance(planned, AttemptPlan):
+                self.considered = {node.name for node in usable}
+                return planned
+            unused = elastic_job.described(self.unused, sorted(self.unused))
+            message = planned + (f" ({unused})" if unused else "")
+            if message != waiting and not is_patient:
+                elastic_job.append(self.run, {"waiting": message})
+                console.say(f"waiting: {message}")
+                waiting = message
+            until = time.monotonic() + (0 if is_patient else SECONDS_BETWEEN_PLANS)
+            while time.monotonic() < until and not self.stop_signals:
+                time.sleep(SECONDS_BETWEEN_LOOKS)
+            is_patient = False  # Without a plan, a lost node that answers is used again before the next checkpoint.
+        return None
+
+    def _usable(self, is_patient: bool = True) -> list[Node]:
+        """The nodes that can be used now; `unused` gets the others and the reasons."""
+        nodes, step = self.backend.allocated(self.job, os.environ), newest_checkpoint(self.run)
+        names = [node.name for node in nodes]
+        self.unused = _drained(self.run, names) | self.backend.unusable(names)
+        for name, loss in self.losses.items():
+            if name in self.unused or name not in names:
+                continue
+            waits = is_patient and (loss.step >= step or loss.count >= MOST_LOSSES)
+            if waits or not self.backend.answers(self.job, next(node for node in nodes if node.name == name)):
+                self.unused[name] = loss.why
+        return [node for node in nodes if node.name not in self.unused]
+
+    def _watch(self, attempt: Attempt, saved: int) -> Outcome:
+        """Wait until an attempt ends, or must end."""
+        why, asked, checked, looked = "", 0, saved, 0.0
+        while True:
+            time.sleep(SECONDS_BETWEEN_LOOKS)
+            if len(self.stop_signals) > asked:
+                asked = len(self.stop_signals)
+                attempt.ask(SAVE if asked == 1 else KILL)
+            ends = attempt.ends()
+            outcome = self._judge(attempt, ends, why)
+            if outcome is not None:
+                return outcome
+            step = newest_checkpoint(self.run)
+            if why or asked or time.monotonic() < looked + SECONDS_BETWEEN_PLANS:
+                continue
+            looked = time.monotonic()
+            drained = _drained(self.run, attempt.processes) | self.backend.unusable(list(attempt.processes))
+            if drained:
+                why = elastic_job.described(drained, sorted(drained))
+            elif step > checked:
+                checked, why = step, self._returned(attempt)
+            if why:
+                attempt.ask(SAVE)
+
+    def _returned(self, attempt: Attempt) -> str:
+        """Which nodes the next attempt would use in addition; empty if none."""
+        usable = self._usable()
+        new = {node.name for node in usable} - self.considered
+        planned = plan(self.job, self.recipe, usable) if new else ""
+        if isinstance(planned, str) or len(planned.nodes) <= len(attempt.plan.nodes):
+            return ""
+        return f"{', '.join(sorted(new))} can be used again"
+
+    def _judge(self, attempt: Attempt, ends: dict[str, NodeEnd], why: str) -> Outcome | None:
+        """The outcome of an attempt; None while it goes on. `why` is the reason of a save that was requested."""
+        if attempt.request == KILL:
+            return Outcome(Interrupted.exit_code)
+        running = [name for name in attempt.processes if name not in ends]
+        failed = [name for name, end in ends.items() if end.is_cause]
+        noticed = [name for name, end in ends.items() if end.code and not end.has_stopped]
+        lost = self._lost(attempt, running)
+        if not failed and lost:
+            return Outcome(None, ", ".join(f"{name} {reason}" for name, reason in lost.items()), tuple(lost.items()))
+        if noticed and attempt.noticed is None:
+            attempt.noticed = time.monotonic()
+        is_overdue = attempt.noticed is not None and time.monotonic() > attempt.noticed + SECONDS_TO_NOTICE
+        if running and not is_overdue:
+            return None
+        if failed:
+            return Outcome(ends[failed[0]].code)
+        silent = dict.fromkeys([*running, *(name for name in noticed if ends[name].hung)], "stopped responding")
+        if noticed:
+            reason = ", ".join(f"ranks of {name} {each}" for name, each in silent.items())
+            return Outcome(None, reason or "ranks lost each other", tuple(silent.items()))
+        if any(end.has_stopped for end in ends.values()):
+            return Outcome(None, why) if why and not self.stop_signals else Outcome(Interrupted.exit_code)
+        return Outcome(0)
+
+    def _lost(self, attempt: Attempt, running: Sequence[str]) -> dict[str, str]:
+        """The nodes whose agents are gone or do not answer. All times are those of the filesystem."""
+        clock = self.run / FOLDER / CLOCK
+        clock.touch()
+        beats, now = heartbeat.beats(self.run), clock.stat().st_mtime
+        attempt.heard.update(beats)
+        found = {}
+        for name in running:
+            if attempt.processes[name].poll() is not None and node_end.read(self.run, attempt.name, name) is None:
+                found[name] = "lost its node agent"
+            elif name in beats and now - beats[name] > LOST_AFTER:
+                found[name] = f"does not answer since {time.strftime('%H:%M:%S', time.localtime(beats[name]))}"
+            elif name not in attempt.heard and time.monotonic() > attempt.began + SECONDS_TO_START:
+                found[name] = f"did not start within {SECONDS_TO_START:.0f} s"
+        return found
+
+
+def newest_checkpoint(run: Path) -> int:
+    """The step of the newest checkpoint; -1 if there is none."""
+    names = [path.name.removeprefix("step-") for path in (run / "checkpoints").glob("step-*")]
+    return max((int(name) for name in names if name.isdigit()), default=-1)
+
+
+def _drained(run: Path, names: Sequence[str] | dict[str, subprocess.Popen[bytes]]) -> dict[str, str]:
+    """The nodes that `launch/drain` names, one per line."""
+    try:
+        lines = (run / FOLDER / DRAIN).read_text(encoding="utf-8").split()
+    except OSError:
+        return {}
+    return {name: f"is drained ({FOLDER}/{DRAIN})" for name in names if name in lines}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Supervise the run in a folder."""
+    with signals() as stop_signals:
+        try:
+            return Elastic(Path(arguments[0]), stop_signals).supervise()
+        except SteelyardError as error:
+            console.error(str(error))
+            return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
