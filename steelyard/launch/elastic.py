@@ -12,7 +12,6 @@ A rank that fails on its own, such as with a user error or without a loadable ch
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -23,22 +22,21 @@ from pathlib import Path
 from steelyard.core import files
 from steelyard.core.console import console
 from steelyard.core.errors import Interrupted, RuntimeFailure, SteelyardError
-from steelyard.core.host import die_with_parent
 from steelyard.core.recipe import load_recipe, to_toml
 from steelyard.launch import backends, elastic_job, heartbeat, node_end
-from steelyard.launch.elastic_job import SUBMITTED, ElasticJob, Node
+from steelyard.launch.elastic_attempt import Attempt
+from steelyard.launch.elastic_job import SUBMITTED, Node
 from steelyard.launch.launch_record import FOLDER
-from steelyard.launch.node_end import KILL, SAVE, NodeEnd
+from steelyard.launch.node_end import CLOCK, KILL, SAVE, NodeEnd
 from steelyard.launch.replan import AttemptPlan, plan
 from steelyard.launch.spawn import signals
 
-DRAIN, CLOCK = "drain", "clock"
+DRAIN = "drain"
 SECONDS_BETWEEN_LOOKS = 0.5
 SECONDS_BETWEEN_PLANS = 5.0
 LOST_AFTER = 12.0  # seconds without a heartbeat
 SECONDS_TO_START = 90.0  # until the first heartbeat
 SECONDS_TO_NOTICE = 12.0  # from the first rank that lost others until all must have ended
-SECONDS_TO_END = 10.0
 MOST_IN_VAIN = 5  # attempts in a row that end before the next checkpoint
 MOST_LOSSES = 3  # of one node, which is then used only if the run could not continue without it
 
@@ -61,57 +59,6 @@ class Outcome:
     lost: tuple[tuple[str, str], ...] = ()
 
 
-class Attempt:
-    """The node agents of one attempt."""
-
-    def __init__(self, run: Path, name: str, planned: AttemptPlan, job: ElasticJob) -> None:
-        self.run, self.name, self.plan = run, name, planned
-        self.began = time.monotonic()
-        self.noticed: float | None = None  # when the first rank lost others
-        self.request = ""
-        self.heard: set[str] = set()
-        hosts = ",".join(node.name for node in planned.nodes)
-        options = ["--groups", planned.groups, "--hosts", hosts, "--attempt", name]
-        self.processes = {
-            node.name: subprocess.Popen(
-                backends.load(job.backend).on_node(job, node, [*options, *job.command]),
-                stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=die_with_parent(),
-            )
-            for node in planned.nodes
-        }  # fmt: skip
-
-    def ask(self, word: str) -> None:
-        """Ask the agents to have their ranks save and stop, or to kill them."""
-        if self.request not in (word, KILL):
-            self.request = word
-            node_end.request(self.run, self.name, word)
-
-    def ends(self) -> dict[str, NodeEnd]:
-        """The nodes that have ended, and how."""
-        found = {name: node_end.read(self.run, self.name, name) for name in self.processes}
-        return {name: end for name, end in found.items() if end is not None}
-
-    def stop(self, lost: Sequence[str]) -> None:
-        """Kill all ranks. The processes of lost nodes are not waited for."""
-        self.ask(KILL)
-        self._signal(signal.SIGTERM, lost)  # srun ends its step on SIGTERM.
-        others = [name for name in self.processes if name not in lost]
-        self._wait(others)
-        self._signal(signal.SIGTERM, others)
-        self._wait(others)
-        self._signal(signal.SIGKILL, list(self.processes))
-
-    def _signal(self, number: int, names: Sequence[str]) -> None:
-        for process in (self.processes[name] for name in names):
-            if process.poll() is None:
-                process.send_signal(number)
-
-    def _wait(self, names: Sequence[str]) -> None:
-        deadline = time.monotonic() + SECONDS_TO_END
-        while time.monotonic() < deadline and any(self.processes[name].poll() is None for name in names):
-            time.sleep(0.1)
-
-
 class Elastic:
     """The state of an elastic run between its attempts."""
 
@@ -124,10 +71,13 @@ class Elastic:
         self.considered: set[str] = set()
         """The nodes that could be used when the current attempt was planned."""
         self.unused: dict[str, str] = {}
+        self.is_requeued = False
+        """Whether the job is queued again after the save that was requested."""
 
     def supervise(self) -> int:
         """Run attempts until the run has finished, failed or was stopped. Returns the exit code."""
-        why, detected, in_vain = "submitted", time.time(), 0
+        why = "the job was queued again" if elastic_job.attempts(self.run) else "submitted"
+        detected, in_vain = time.time(), 0
         while (planned := self._plan()) is not None:
             saved = newest_checkpoint(self.run)
             number = 1 + sum("attempt" in each for each in elastic_job.attempts(self.run))
@@ -137,6 +87,7 @@ class Elastic:
             detected, why = time.time(), outcome.why
             if outcome.code is not None:
                 attempt.stop(())
+                console.say(f"attempt {number} ended" + (f": {why}" if why else ""))
                 return outcome.code
             console.say(f"attempt {number} ended: {why}")
             attempt.stop([name for name, _ in outcome.lost])
@@ -186,10 +137,9 @@ class Elastic:
         names = [node.name for node in nodes]
         self.unused = _drained(self.run, names) | self.backend.unusable(names)
         for name, loss in self.losses.items():
-            if name in self.unused or name not in names:
-                continue
             waits = is_patient and (loss.step >= step or loss.count >= MOST_LOSSES)
-            if waits or not self.backend.answers(self.job, next(node for node in nodes if node.name == name)):
+            here = [node for node in nodes if node.name == name and name not in self.unused]
+            if waits or not here or not self.backend.answers(self.job, here[0]):
                 self.unused[name] = loss.why
         return [node for node in nodes if node.name not in self.unused]
 
@@ -212,19 +162,22 @@ class Elastic:
             drained = _drained(self.run, attempt.processes) | self.backend.unusable(list(attempt.processes))
             if drained:
                 why = elastic_job.described(drained, sorted(drained))
+                self.is_requeued = self.backend.supervised_on(os.environ) in drained
             elif step > checked:
                 checked, why = step, self._returned(attempt)
             if why:
                 attempt.ask(SAVE)
 
     def _returned(self, attempt: Attempt) -> str:
-        """Which nodes the next attempt would use in addition; empty if none."""
+        """Which nodes the next attempt, or a new start of the job, would use in addition; empty if none."""
         usable = self._usable()
-        new = {node.name for node in usable} - self.considered
-        planned = plan(self.job, self.recipe, usable) if new else ""
-        if isinstance(planned, str) or len(planned.nodes) <= len(attempt.plan.nodes):
-            return ""
-        return f"{', '.join(sorted(new))} can be used again"
+        for spare in ([], self.backend.spare(self.job, os.environ)):
+            new = {node.name for node in [*usable, *spare]} - self.considered
+            planned = plan(self.job, self.recipe, [*usable, *spare]) if new else ""
+            if isinstance(planned, AttemptPlan) and len(planned.nodes) > len(attempt.plan.nodes):
+                self.is_requeued = bool(spare)
+                return f"{', '.join(sorted(new))} can be used{' again' if not spare else ''}"
+        return ""
 
     def _judge(self, attempt: Attempt, ends: dict[str, NodeEnd], why: str) -> Outcome | None:
         """The outcome of an attempt; None while it goes on. `why` is the reason of a save that was requested."""
@@ -248,7 +201,8 @@ class Elastic:
             reason = ", ".join(f"ranks of {name} {each}" for name, each in silent.items())
             return Outcome(None, reason or "ranks lost each other", tuple(silent.items()))
         if any(end.has_stopped for end in ends.values()):
-            return Outcome(None, why) if why and not self.stop_signals else Outcome(Interrupted.exit_code)
+            is_next_here = why and not self.is_requeued and not self.stop_signals
+            return Outcome(None, why) if is_next_here else Outcome(Interrupted.exit_code, why)
         return Outcome(0)
 
     def _lost(self, attempt: Attempt, running: Sequence[str]) -> dict[str, str]:
@@ -285,9 +239,10 @@ def _drained(run: Path, names: Sequence[str] | dict[str, subprocess.Popen[bytes]
 
 def main(arguments: Sequence[str]) -> int:
     """Supervise the run in a folder."""
-    with signals() as stop_signals:
+    run = Path(arguments[0])
+    with signals() as stop_signals, heartbeat.Heartbeat(run, file=CLOCK):
         try:
-            return Elastic(Path(arguments[0]), stop_signals).supervise()
+            return Elastic(run, stop_signals).supervise()
         except SteelyardError as error:
             console.error(str(error))
             return error.exit_code

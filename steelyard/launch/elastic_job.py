@@ -5,6 +5,7 @@
     backend, min_nodes   the value of `--on`, and the fewest nodes to train with
     groups               nodes in rank order: {"type": "a10", "nodes": 2, "ranks": 1, "cpus": 4}
     cluster              the cluster file, with as many GPUs per node as the job has ranks there
+    step                 options of the job step of each node
     agent, command       the words of the node agent before its options, and its last options
 
 `attempts.jsonl` has one object for each attempt, and one for each reason to wait:
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from steelyard.core.errors import RuntimeFailure, UserError
 from steelyard.core.recipe import Recipe
 from steelyard.core.run import now
 from steelyard.core.safe_parse import loads
+from steelyard.launch import site_environment
 from steelyard.launch.job_spec import JobSpec
 from steelyard.launch.launch_record import FOLDER
 from steelyard.planning.cluster import Cluster, Nodes
@@ -57,6 +59,7 @@ class ElasticJob:
     cluster: dict[str, Any]
     agent: list[str]
     command: list[str]
+    step: list[str] = field(default_factory=list)
 
     @property
     def machines(self) -> Cluster:
@@ -100,7 +103,8 @@ def of(spec: JobSpec, backend: str, agent: list[str], cluster: Cluster | None, r
     every = list(by_type.values())
     machines = cluster.with_nodes(every) if cluster is not None else Cluster(nodes=every, links=[], gpus=[])
     return ElasticJob(
-        backend, spec.min_nodes, groups, machines.model_dump(mode="json"), agent, spec.command_arguments
+        backend, spec.min_nodes, groups, machines.model_dump(mode="json"), agent, spec.command_arguments,
+        site_environment.pyxis_options(spec.site, spec.workdir, str(spec.run)),
     )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,11 +117,11 @@ def main(arguments: Sequence[str]) -> int:
             if not options.one_rank or place.local_rank == 0:
                 own = [rank.process.pid for rank in ranks]
                 stack.enter_context(Sampler(run, _local_ranks if options.one_rank else lambda: own, host))
-                stack.enter_context(Heartbeat(run, _node(options, place) or host))
+                beat = stack.enter_context(Heartbeat(run, _node(options, place) or host))
             if ranks[0].rank == 0:
                 stack.enter_context(notifying(run))
-            requests = node_end.Requests(run, options.attempt, stop_signals)
-            hung = watch(list(ranks), stop_signals, failed, requests.is_over if options.hosts else None)
+            is_over = _requests(options, run, stop_signals, beat) if options.hosts else None
+            hung = watch(list(ranks), stop_signals, failed, is_over)
             return _end(options, run, ranks, hung, bool(stop_signals), logs[1])
     except SteelyardError as error:
         console.error(str(error))
@@ -162,6 +162,20 @@ def _place(options: argparse.Namespace) -> Place:
 def _node(options: argparse.Namespace, place: Place) -> str | None:
     """The name of this node among `--hosts`; None in a run that is not elastic."""
     return (options.name or place.address or socket.gethostname()) if options.hosts else None
+
+
+def _requests(options: argparse.Namespace, run: Path, stop_signals: list[int], beat: Heartbeat) -> Callable[[], bool]:
+    """Whether the supervisor of an elastic run wants the ranks to end, or is gone."""
+    requests = node_end.Requests(run, options.attempt, stop_signals, beat.path)
+
+    def is_over() -> bool:
+        is_over = requests.is_over()
+        if requests.is_orphan:
+            console.error("the supervisor of this run does not answer, so its ranks end")
+            backends.load(options.backend).lost_supervisor(os.environ)
+        return is_over
+
+    return is_over
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:

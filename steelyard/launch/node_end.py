@@ -1,6 +1,7 @@
 """Files between the supervisor of an elastic run and its node agents, in `launch/` of the run folder.
 
     request-123.0.2     "save" or "end", written by the supervisor: the ranks save and stop, or are killed
+    clock               touched by the supervisor every two seconds: nodes whose supervisor is gone end their ranks
     end-123.0.2-a1      how the ranks of a node ended, written by its agent: the fields of `NodeEnd` as JSON
 
 The run folder reaches every node, also one whose connection to the scheduler is lost.
@@ -20,9 +21,10 @@ from steelyard.core.errors import Interrupted
 from steelyard.core.safe_parse import loads
 from steelyard.launch.launch_record import FOLDER
 
-REQUEST, END = "request-", "end-"
+REQUEST, END, CLOCK = "request-", "end-", "clock"
 SAVE, KILL = "save", "end"
 SECONDS_BETWEEN_LOOKS = 0.5
+SUPERVISOR_LOST_AFTER = 30.0  # seconds without a touch of the clock, while this node touches its own file
 
 
 @dataclass(frozen=True)
@@ -47,8 +49,10 @@ class NodeEnd:
 class Requests:
     """The requests of the supervisor, as the node agent sees them while it watches its ranks."""
 
-    def __init__(self, run: Path, attempt: str, stop_signals: list[int]) -> None:
+    def __init__(self, run: Path, attempt: str, stop_signals: list[int], alive: Path) -> None:
         self.path, self.stop_signals = run / FOLDER / f"{REQUEST}{attempt}", stop_signals
+        self.is_orphan = False
+        self._clock, self._alive = run / FOLDER / CLOCK, alive
         self._looked, self._saves = 0.0, False
 
     def is_over(self) -> bool:
@@ -62,7 +66,9 @@ class Requests:
         if word == SAVE and not self._saves:
             self._saves = True
             self.stop_signals.append(signal.SIGTERM)
-        return word == KILL
+        with suppress(OSError):
+            self.is_orphan = self._alive.stat().st_mtime - self._clock.stat().st_mtime > SUPERVISOR_LOST_AFTER
+        return word == KILL or self.is_orphan
 
 
 def request(run: Path, attempt: str, word: str) -> None:

@@ -127,7 +127,7 @@ class Backend(Protocol):
         return record | {"state": JobState.UNKNOWN}
 
     def allocated(self, job: ElasticJob, environ: Mapping[str, str]) -> list[Node]:
-        """The nodes that an elastic job has now; for backends with `Option.ELASTIC`, as are the next four."""
+        """The nodes that an elastic job has now; for backends with `Option.ELASTIC`, like the next ones."""
         raise UserError(f"this backend {Option.ELASTIC}")
 
     def unusable(self, names: list[str]) -> dict[str, str]:
@@ -141,6 +141,18 @@ class Backend(Protocol):
     def on_node(self, job: ElasticJob, node: Node, options: list[str]) -> list[str]:
         """The command that starts a node agent on a node."""
         raise UserError(f"this backend {Option.ELASTIC}")
+
+    def supervised_on(self, environ: Mapping[str, str]) -> str | None:
+        """The node that runs the supervisor, which only a new start of the job can leave."""
+        return None
+
+    def spare(self, job: ElasticJob, environ: Mapping[str, str]) -> list[Node]:
+        """The nodes that the job would get in addition if it were queued again now."""
+        return []
+
+    def lost_supervisor(self, environ: Mapping[str, str]) -> None:
+        """Called on a node of an elastic job whose supervisor is gone."""
+        return None
 
     def attempt_name(self, environ: Mapping[str, str]) -> str:
         """A name for the attempts of this job that no earlier job of the run had."""
