@@ -21,6 +21,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -122,7 +123,10 @@ def main(arguments: Sequence[str]) -> int:
                 stack.enter_context(notifying(run))
             is_over = _requests(options, run, stop_signals, beat) if options.hosts else None
             hung = watch(list(ranks), stop_signals, failed, is_over)
-            return _end(options, run, ranks, hung, bool(stop_signals), logs[1])
+            code = _end(options, run, ranks, hung, bool(stop_signals), logs[1])
+            while is_over is not None and not is_over():  # The supervisor answers each end, unless it is lost too.
+                time.sleep(node_end.SECONDS_BETWEEN_LOOKS)
+            return code
     except SteelyardError as error:
         console.error(str(error))
         logs[1].add(f"error: {error}")

@@ -35,6 +35,7 @@ ELASTIC = ("--on", "slurm", "--nodes", "4", "--ranks-per-node", "1", "--min-node
 
 def main(kills: int = 10, seed: int = 0) -> int:
     """Run the campaign; returns 0 if the run survived it with the losses of an unbroken run."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # So that the cluster is taken down.
     lab, folder = Lab(), Path(tempfile.mkdtemp(prefix="kills-"))
     try:
         lab.start()
