@@ -88,7 +88,8 @@ def supervised(run: Path) -> Iterator[tuple[Path, subprocess.Popen]]:
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "steelyard.launch.elastic", str(run)], stdout=log, stderr=log
         )
-    until(lambda: elastic.newest_checkpoint(run) > 0, "the first attempt")
+    alive = run / "launch" / "alive"
+    until(lambda: elastic.newest_checkpoint(run) > 0 and len(list(alive.glob("node-*"))) == 3, "the first attempt")
     yield run, process
     kill(process)
 
