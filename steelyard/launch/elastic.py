@@ -76,7 +76,8 @@ class Elastic:
 
     def supervise(self) -> int:
         """Run attempts until the run has finished, failed or was stopped. Returns the exit code."""
-        why = "the job was queued again" if elastic_job.attempts(self.run) else "submitted"
+        before = elastic_job.attempts(self.run)[-1:]
+        why = "the job was queued again" if before and "submitted" not in before[0] else "submitted"
         detected, in_vain = time.time(), 0
         while (planned := self._plan()) is not None:
             saved = newest_checkpoint(self.run)

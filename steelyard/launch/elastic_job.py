@@ -8,8 +8,9 @@
     step                 options of the job step of each node
     agent, command       the words of the node agent before its options, and its last options
 
-`attempts.jsonl` has one object for each attempt, and one for each reason to wait:
+`attempts.jsonl` has one object for each submission, for each attempt, and for each reason to wait:
 
+    {"submitted": "slurm", "time": ISO}
     {"attempt": 2, "time": ISO, "why": "b2 does not answer since 12:03:07", "detected": 1700000000.0,
      "nodes": ["a1", "b1"], "unused": {"b2": "does not answer since 12:03:07"}, "ranks": 2,
      "layout": {"tensor": 1, ..., "micro_batch": 2}}
@@ -24,17 +25,22 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from steelyard.core import files
 from steelyard.core.errors import RuntimeFailure, UserError
-from steelyard.core.recipe import Recipe
+from steelyard.core.recipe import Recipe, to_toml
 from steelyard.core.run import now
 from steelyard.core.safe_parse import loads
-from steelyard.launch import site_environment
+from steelyard.launch import backends, job_spec, site_environment
+from steelyard.launch.backends import Option
 from steelyard.launch.job_spec import JobSpec
 from steelyard.launch.launch_record import FOLDER
+from steelyard.planning import cluster as clusters
 from steelyard.planning.cluster import Cluster, Nodes
+
+if TYPE_CHECKING:
+    from steelyard.launch.submit import SubmitRequest
 
 JOB, ATTEMPTS, SUBMITTED = "elastic.json", "attempts.jsonl", "submitted.toml"
 ONLY_TYPE = "node"  # the type of all nodes of a job without a cluster file
@@ -69,6 +75,33 @@ class ElasticJob:
     def ranks_of(self, type_: str) -> int:
         """Ranks on each node of a type."""
         return next(int(group["ranks"]) for group in self.groups if group["type"] == type_)
+
+
+def refuse_inelastic(request: SubmitRequest) -> None:
+    """Raise an error for a request that cannot be elastic."""
+    backends.refuse_option(request.on, Option.ELASTIC, ", or remove --min-nodes")
+    if request.recipe is None or request.job is not None:
+        raise UserError("--min-nodes needs a recipe and excludes --job", hint="remove --min-nodes")
+
+
+def prepare(request: SubmitRequest, spec: JobSpec) -> None:
+    """Write the files of the process that supervises an elastic run. Attempts of an earlier submission are over."""
+    job = of_request(request, spec)
+    if job is not None or attempts(spec.run):
+        append(spec.run, {"submitted": request.on})
+    if job is not None and request.recipe is not None:
+        files.write_json(spec.run / FOLDER / JOB, asdict(job))
+        files.write_text(spec.run / FOLDER / SUBMITTED, to_toml(request.recipe.settings()))
+
+
+def of_request(request: SubmitRequest, spec: JobSpec) -> ElasticJob | None:
+    """The elastic job of a request; None without `--min-nodes`."""
+    if spec.min_nodes is None or request.recipe is None:
+        return None
+    port = ["--port", str(spec.site.port)] if spec.site.port else []
+    agent = job_spec.agent_command(spec, request.on, backends.load(request.on).rank_variables, *port)
+    cluster = clusters.load(request.cluster) if request.cluster else None
+    return of(spec, request.on, agent, cluster, request.recipe)
 
 
 def of(spec: JobSpec, backend: str, agent: list[str], cluster: Cluster | None, recipe: Recipe) -> ElasticJob:
@@ -121,11 +154,6 @@ def _refuse_unplannable(spec: JobSpec, cluster: Cluster | None, recipe: Recipe) 
             "--min-nodes plans for the nodes that remain, but the GPU type is not known",
             hint="give a cluster file: --cluster CLUSTER.toml",
         )
-
-
-def write(run: Path, job: ElasticJob) -> None:
-    """Write `elastic.json`."""
-    files.write_json(run / FOLDER / JOB, asdict(job))
 
 
 def read(run: Path) -> ElasticJob:

@@ -27,7 +27,6 @@ from steelyard.core.recipe.toml import parse_value
 from steelyard.core.run import MANIFEST, for_training, now, place_for_training
 from steelyard.launch import backends, elastic_job, job_spec, launch_record, site_environment
 from steelyard.launch.backends import ENDED, JobState, Option
-from steelyard.launch.elastic_job import ElasticJob
 from steelyard.launch.job_spec import JobSpec, NodeGroup
 from steelyard.launch.launch_record import FOLDER, Launch
 from steelyard.planning import cluster as clusters
@@ -72,7 +71,7 @@ def prepare(request: SubmitRequest) -> JobSpec:
     backend, place = backends.load(request.on), _place(request)
     spec = _spec(request, found, place.resolve())
     backend.scripts(spec)  # Raises an error for a request that cannot be scripted.
-    _elastic_job(request, spec)
+    elastic_job.of_request(request, spec)
     if not request.skip_checks:
         from steelyard.launch import preflight
 
@@ -84,28 +83,12 @@ def prepare(request: SubmitRequest) -> JobSpec:
     folder = run / FOLDER
     if request.recipe is not None:
         files.write_text(folder / "recipe.toml", to_toml(request.recipe.settings()))
-        _write_elastic(request, spec)
+        elastic_job.prepare(request, spec)
     if spec.private_command is not None:
         files.write_json(spec.private_command, spec.command, private=True)
     for name, text in backend.scripts(spec).items():
         files.write_text(folder / name, text)
     return spec
-
-
-def _write_elastic(request: SubmitRequest, spec: JobSpec) -> None:
-    """Write the files of the process that supervises an elastic run."""
-    job = _elastic_job(request, spec)
-    if job is not None and request.recipe is not None:
-        elastic_job.write(spec.run, job)
-        files.write_text(spec.run / FOLDER / elastic_job.SUBMITTED, to_toml(request.recipe.settings()))
-
-
-def _elastic_job(request: SubmitRequest, spec: JobSpec) -> ElasticJob | None:
-    if spec.min_nodes is None or request.recipe is None:
-        return None
-    agent = job_spec.agent_command(spec, request.on, backends.load(request.on).rank_variables)
-    cluster = clusters.load(request.cluster) if request.cluster else None
-    return elastic_job.of(spec, request.on, agent, cluster, request.recipe)
 
 
 def note(spec: JobSpec, launch: Launch) -> dict[str, Any]:
@@ -178,14 +161,8 @@ def groups_of(request: SubmitRequest) -> list[NodeGroup]:
     if request.job is not None:
         backends.refuse_option(request.on, Option.ALLOCATION)
     if request.min_nodes is not None:
-        _refuse_inelastic(request)
+        elastic_job.refuse_inelastic(request)
     return backends.load(request.on).nodes(request, cluster)
-
-
-def _refuse_inelastic(request: SubmitRequest) -> None:
-    backends.refuse_option(request.on, Option.ELASTIC, ", or remove --min-nodes")
-    if request.recipe is None or request.job is not None:
-        raise UserError("--min-nodes needs a recipe and excludes --job", hint="remove --min-nodes")
 
 
 def _spec(request: SubmitRequest, found: list[NodeGroup], run: Path) -> JobSpec:

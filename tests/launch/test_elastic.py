@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -70,15 +71,13 @@ def run(in_workplace: Workplace) -> Path:
     (run / "launch" / elastic_job.SUBMITTED).write_text(TINY.replace("global_batch = 4", "global_batch = 12"))
     (run / "rank.py").write_text(RANK)
     python = [sys.executable, "-P"]
-    elastic_job.write(
-        run,
-        elastic_job.ElasticJob(
-            "local", 2, [{"type": "node", "nodes": 3, "ranks": 1, "cpus": 1}],
-            {"nodes": [{"type": "node", "count": 3, "gpu": "cpu", "gpus": 1}]},
-            [*python, "-m", "steelyard.launch.node_agent", "--backend", "local", "--run", str(run)],
-            ["--", *python, str(run / "rank.py"), str(run)],
-        ),
+    job = elastic_job.ElasticJob(
+        "local", 2, [{"type": "node", "nodes": 3, "ranks": 1, "cpus": 1}],
+        {"nodes": [{"type": "node", "count": 3, "gpu": "cpu", "gpus": 1}]},
+        [*python, "-m", "steelyard.launch.node_agent", "--backend", "local", "--run", str(run)],
+        ["--", *python, str(run / "rank.py"), str(run)],
     )  # fmt: skip
+    (run / "launch" / elastic_job.JOB).write_text(json.dumps(asdict(job)))
     return run
 
 
