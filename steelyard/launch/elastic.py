@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +24,8 @@ from steelyard.core import files
 from steelyard.core.console import console
 from steelyard.core.errors import Interrupted, RuntimeFailure, SteelyardError
 from steelyard.core.recipe import load_recipe, to_toml
+from steelyard.core.run import METRICS
+from steelyard.core.safe_parse import loads
 from steelyard.launch import backends, elastic_job, heartbeat, node_end
 from steelyard.launch.elastic_attempt import Attempt
 from steelyard.launch.elastic_job import SUBMITTED, Node
@@ -37,7 +40,8 @@ SECONDS_BETWEEN_PLANS = 5.0
 LOST_AFTER = 12.0  # seconds without a heartbeat
 SECONDS_TO_START = 90.0  # until the first heartbeat
 SECONDS_TO_NOTICE = 12.0  # from the first rank that lost others until all must have ended
-MOST_IN_VAIN = 5  # attempts in a row that end before the next checkpoint
+MOST_IN_VAIN = 10  # attempts in a row that end before their first step
+LONGEST_RECORD = 16 << 10  # bytes
 MOST_LOSSES = 3  # of one node, which is then used only if the run could not continue without it
 
 
@@ -80,7 +84,7 @@ class Elastic:
         why = "the job was queued again" if before and "submitted" not in before[0] else "submitted"
         detected, in_vain = time.time(), 0
         while (planned := self._plan()) is not None:
-            saved = newest_checkpoint(self.run)
+            saved, began = newest_checkpoint(self.run), time.time()
             number = 1 + sum("attempt" in each for each in elastic_job.attempts(self.run))
             self._record(number, why, detected, planned)
             attempt = Attempt(self.run, f"{self.backend.attempt_name(os.environ)}.{number}", planned, self.job)
@@ -95,9 +99,9 @@ class Elastic:
             step = newest_checkpoint(self.run)
             for name, reason in outcome.lost:
                 self.losses[name] = Loss(reason, step, 1 + (self.losses[name].count if name in self.losses else 0))
-            in_vain = in_vain + 1 if step == saved else 0
+            in_vain = 0 if step > saved or last_record(self.run) > began else in_vain + 1
             if in_vain >= MOST_IN_VAIN:
-                raise RuntimeFailure(f"{in_vain} attempts in a row ended before a checkpoint; the last one: {why}")
+                raise RuntimeFailure(f"{in_vain} attempts in a row ended before a step; the last one: {why}")
         return Interrupted.exit_code
 
     def _record(self, number: int, why: str, detected: float, planned: AttemptPlan) -> None:
@@ -227,6 +231,20 @@ def newest_checkpoint(run: Path) -> int:
     """The step of the newest checkpoint; -1 if there is none."""
     names = [path.name.removeprefix("step-") for path in (run / "checkpoints").glob("step-*")]
     return max((int(name) for name in names if name.isdigit()), default=-1)
+
+
+def last_record(run: Path) -> float:
+    """When the last step was recorded; 0 if none was."""
+    try:
+        with open(run / METRICS, "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - LONGEST_RECORD))
+            lines = file.read().splitlines()
+    except OSError:
+        return 0.0
+    for line in reversed(lines):
+        with suppress(ValueError, TypeError, AttributeError):
+            return float(loads(line.decode()).get("time", 0.0))
+    return 0.0
 
 
 def _drained(run: Path, names: Sequence[str] | dict[str, subprocess.Popen[bytes]]) -> dict[str, str]:

@@ -28,7 +28,7 @@ KINDS = ("power-off", "agent", "rank")
 SHORTEST, LONGEST = 5.0, 75.0  # seconds between kills
 SECONDS_TO_RECOVER = 900.0
 WORDS = (
-    "tiny.toml", "train.steps=100000", "checkpoint.every=40", "parallel.timeout_minutes=0.2",
+    "tiny.toml", "train.steps=100000", "checkpoint.every=10", "parallel.timeout_minutes=0.2",
 )  # fmt: skip
 ELASTIC = ("--on", "slurm", "--nodes", "4", "--ranks-per-node", "1", "--min-nodes", "2", "site.slurm.partition=spare")
 
