@@ -29,6 +29,7 @@ HARDWARE = re.compile(r"Hardware(?: for training)?:\s+(\d+)\s+x\s+`([\w-]+)`")
 # What a guide's TOML blocks are, in order, and the recipes that it leaves to the reader or writes itself.
 FILES = {
     "guide-containers.md": ["sites.toml"],
+    "guide-elastic.md": ["elastic.toml", "cluster.toml"],
     "guide-mpi.md": ["sites.toml"],
     "guide-plan.md": ["cluster.toml"],
     "guide-slurm.md": ["planned.toml", "cluster.toml", "sites.toml"],

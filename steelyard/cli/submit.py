@@ -56,6 +56,14 @@ def submit_(
     run: RunOption = None,
     nodes: Annotated[int | None, typer.Option(min=1, help="If the plan has no placement.")] = None,
     ranks_per_node: Annotated[int | None, typer.Option(min=1, help="If the plan has no placement.")] = None,
+    min_nodes: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Elastic: after the loss of a node, replan for those that remain and continue with at least N.",
+        ),
+    ] = None,
     hosts: Annotated[str | None, typer.Option(metavar="A,B", help="mpi: the hosts, starting with that of rank 0.")] = (
         None
     ),
@@ -83,6 +91,7 @@ def submit_(
     """Run a recipe or any command on this machine, with mpirun or on Slurm. The plan determines nodes and ranks.
 
     Example: steelyard submit my.toml --on slurm --cluster cluster.toml --time 24:00:00
+    Example: steelyard submit my.toml --on slurm --cluster cluster.toml --min-nodes 2
     Example: steelyard submit --on slurm --ranks-per-node 4 -- eval ppl runs/my --data wikitext2
     """
     recipe, command = _split(words or [])
@@ -95,7 +104,7 @@ def submit_(
     site_name, found = sites.find(site, loaded.site if loaded else None, sites_file)
     request = SubmitRequest(
         on, sites.changed(found, hosts, port), loaded, command, name, run, site_name, cluster, nodes,
-        ranks_per_node, time, job, reload_container, skip_checks, parsed is not None and parsed.uses_gpu,
+        ranks_per_node, time, job, reload_container, skip_checks, parsed is not None and parsed.uses_gpu, min_nodes,
     )  # fmt: skip
     if array:
         requests = array_requests(request, array, lambda overrides: load_recipe(recipe[0], [*recipe[1:], *overrides]))

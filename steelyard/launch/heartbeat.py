@@ -20,10 +20,10 @@ SECONDS_BETWEEN_BEATS = 2.0
 
 
 class Heartbeat:
-    """A thread that touches the file of this host until the block ends."""
+    """A thread that touches the file of this host, or another one in `launch/`, until the block ends."""
 
-    def __init__(self, run: Path, host: str | None = None) -> None:
-        self.path = run / FOLDER / ALIVE / (host or socket.gethostname())
+    def __init__(self, run: Path, host: str | None = None, file: str | None = None) -> None:
+        self.path = run / FOLDER / (file or f"{ALIVE}/{host or socket.gethostname()}")
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._beat, daemon=True, name="heartbeat")
 

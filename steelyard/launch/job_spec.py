@@ -7,6 +7,7 @@ placement has a number of ranks; the site, the cluster file or the command line 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -61,6 +62,7 @@ class JobSpec:
     reload_container: bool = False
     allocation: str | None = None  # id of a running job whose nodes are used
     is_training: bool = False  # False for any other command
+    min_nodes: int | None = None  # of an elastic run
 
     @property
     def has_gpus(self) -> bool:
@@ -86,6 +88,11 @@ def agent_command(spec: JobSpec, backend: str, variables: Sequence[str], *option
     return site_environment.wrapped(
         spec.site, [*words, *options], spec.workdir, str(spec.run), spec.has_gpus, variables
     )
+
+
+def elastic_command(spec: JobSpec) -> list[str]:
+    """The process that supervises an elastic run. It runs outside the container, with the Python that submits."""
+    return [sys.executable, "-P", "-m", "steelyard.launch.elastic", str(spec.run)]
 
 
 def nodes_of(request: SubmitRequest, cluster: Cluster | None) -> list[NodeGroup]:

@@ -7,6 +7,9 @@ once per node, and the backend says which node this is. With `--one-rank` it is 
 numbers the ranks itself. Under torchrun it leaves the rank's exit status for the process that runs torchrun
 (`torchrun.py`). The node of rank 0 publishes its address in `launch/meeting.json` of the run folder, which all nodes
 share. `--attempt` keeps a requeued job from using the file of its previous attempt.
+
+In an elastic run, `--hosts a1,b1` names the nodes of the attempt in rank order, so there is no rendezvous of nodes. The
+supervisor (`elastic.py`) gets the exit of each node, and ends the others, through files (`node_end.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,12 +33,13 @@ from steelyard.core import secrets
 from steelyard.core.console import LOGGED, console
 from steelyard.core.errors import Interrupted, SteelyardError
 from steelyard.core.host import die_with_parent, usable_cpus
-from steelyard.launch import backends, rendezvous_file, site_environment, torchrun_ipc
+from steelyard.launch import backends, node_end, rendezvous_file, site_environment, torchrun_ipc
 from steelyard.launch.backends import Place
 from steelyard.launch.error_file import ERROR_FILE
 from steelyard.launch.gpu_monitor import Sampler
 from steelyard.launch.heartbeat import Heartbeat
 from steelyard.launch.log_capture import LogFile, PipeReader
+from steelyard.launch.node_end import NodeEnd
 from steelyard.launch.root_cause import RankExit, blame, only_noticed
 from steelyard.launch.spawn import SAME_REQUEST_SECONDS, Rank, signals, watch
 from steelyard.launch.verdict_watch import notifying
@@ -97,7 +102,7 @@ def main(arguments: Sequence[str]) -> int:
         torchrun_ipc.end_with_torchrun()
     elif options.one_rank:
         torchrun_ipc.end_with_parent()
-    run, host, place = Path(options.run), socket.gethostname(), backends.load(options.backend).place(os.environ)
+    run, host, place = Path(options.run), options.name or socket.gethostname(), _place(options)
     logs = (LogFile(run / "logs" / f"{host}.out"), LogFile(run / "logs" / f"{host}.err"))
     try:
         with ExitStack() as stack:
@@ -113,14 +118,20 @@ def main(arguments: Sequence[str]) -> int:
             if not options.one_rank or place.local_rank == 0:
                 own = [rank.process.pid for rank in ranks]
                 stack.enter_context(Sampler(run, _local_ranks if options.one_rank else lambda: own, host))
-                stack.enter_context(Heartbeat(run, host))
+                beat = stack.enter_context(Heartbeat(run, _node(options, place) or host))
             if ranks[0].rank == 0:
                 stack.enter_context(notifying(run))
-            hung = watch(list(ranks), stop_signals, failed)
-            return _end(options, run, ranks, hung, bool(stop_signals), logs[1])
+            is_over = _requests(options, run, stop_signals, beat) if options.hosts else None
+            hung = watch(list(ranks), stop_signals, failed, is_over)
+            code = _end(options, run, ranks, hung, bool(stop_signals), logs[1])
+            while is_over is not None and not is_over():  # The supervisor answers each end, unless it is lost too.
+                time.sleep(node_end.SECONDS_BETWEEN_LOOKS)
+            return code
     except SteelyardError as error:
         console.error(str(error))
         logs[1].add(f"error: {error}")
+        if node := _node(options, place):
+            node_end.write(run, options.attempt, node, NodeEnd(error.exit_code))
         return error.exit_code
 
 
@@ -137,12 +148,38 @@ def _end(
     if torchrun_ipc.is_kept():
         return torchrun_ipc.leave(ends[0], bool(hung), last[ends[0].rank])
     code = report(ends, last, hung, was_asked, log)
+    if node := _node(options, _place(options)):
+        node_end.write(run, options.attempt, node, NodeEnd(code, only_noticed(ends), hung))
+        return code
     if options.attempt and code not in (0, Interrupted.exit_code):
         rendezvous_file.failed(run, options.attempt, only_noticed(ends))
     agreed = all(end.words is not None and end.words.agreed for end in ends)
     if code == Interrupted.exit_code and agreed and options.attempt:
         return rendezvous_file.stopped(run, options.attempt)
     return code  # Also for ranks that were stopped before the rendezvous: the other nodes must not wait for them.
+
+
+def _place(options: argparse.Namespace) -> Place:
+    return backends.load(options.backend).place(os.environ)
+
+
+def _node(options: argparse.Namespace, place: Place) -> str | None:
+    """The name of this node among `--hosts`; None in a run that is not elastic."""
+    return (options.name or place.address or socket.gethostname()) if options.hosts else None
+
+
+def _requests(options: argparse.Namespace, run: Path, stop_signals: list[int], beat: Heartbeat) -> Callable[[], bool]:
+    """Whether the supervisor of an elastic run wants the ranks to end, or is gone."""
+    requests = node_end.Requests(run, options.attempt, stop_signals, beat.path)
+
+    def is_over() -> bool:
+        is_over = requests.is_over()
+        if requests.is_orphan:
+            console.error("the supervisor of this run does not answer, so its ranks end")
+            backends.load(options.backend).lost_supervisor(os.environ)
+        return is_over
+
+    return is_over
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
@@ -153,6 +190,8 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--attempt", default="")
     parser.add_argument("--group", type=int, help="index of this job's group, if each group is a separate job")
     parser.add_argument("--port", type=int)
+    parser.add_argument("--hosts", default="", help="the nodes of this attempt of an elastic run, in rank order")
+    parser.add_argument("--name", help="the name of this node, if it is not that of the host")
     parser.add_argument("--one-rank", action="store_true")
     parser.add_argument("--command-file", type=Path, help="JSON file with the command, if it contains a secret")
     parser.add_argument("command", nargs=argparse.REMAINDER)
@@ -172,6 +211,8 @@ def _ranks(
     options: argparse.Namespace, run: Path, own: Place, stop_signals: list[int], stack: ExitStack
 ) -> list[tuple[int, dict[str, str]]]:
     """The environment of each rank of this node, after the rendezvous; empty if a stop signal came first."""
+    if options.hosts:
+        return _elastic_ranks(options, run, own)
     node = own.node
     if options.group is not None:  # Nodes of earlier groups are in other jobs.
         node += sum(int(group.partition("x")[0]) for group in options.groups.split(",")[: options.group])
@@ -186,6 +227,17 @@ def _ranks(
     where = {"MASTER_ADDR": found[0], MEETING: f"{run} {found[1]}"}
     where |= {"MASTER_PORT": str(options.port)} if options.port else {}
     return [(rank, _environment(place, rank, where)) for rank in range(place.first, place.first + place.count)]
+
+
+def _elastic_ranks(options: argparse.Namespace, run: Path, own: Place) -> list[tuple[int, dict[str, str]]]:
+    """The environment of each rank of a node of an elastic run. On one machine, all nodes share its devices."""
+    hosts, is_remote = options.hosts.split(","), backends.load(options.backend).is_remote
+    place = NodeRanks.of(options.groups, hosts.index(_node(options, own)))
+    is_one_host = place.count == place.world or not is_remote
+    where = {"MASTER_ADDR": "127.0.0.1" if is_one_host else hosts[0], MEETING: f"{run} {options.attempt}"}
+    where |= {"MASTER_PORT": str(options.port)} if options.port else {}
+    machine = place if is_remote else NodeRanks(0, place.world, place.world)
+    return [(rank, _environment(machine, rank, where)) for rank in range(place.first, place.first + place.count)]
 
 
 def _local_ranks() -> list[int]:

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -106,15 +106,22 @@ class Rank:
         return RankExit(self.rank, self.code or 0, self.ended_at, frozenset(self.sent), find(self.error_file))
 
 
-def watch(ranks: list[Rank], stop_signals: list[int], failed_elsewhere: Sequence[int] = ()) -> list[int]:
+def watch(
+    ranks: list[Rank],
+    stop_signals: list[int],
+    failed_elsewhere: Sequence[int] = (),
+    is_over: Callable[[], bool] | None = None,
+) -> list[int]:
     """Forward signals until all ranks have ended or are overdue. Returns the ranks that did not notice a failure.
 
-    `failed_elsewhere` becomes non-empty when a rank fails that is not in `ranks`.
+    `failed_elsewhere` becomes non-empty when a rank fails that is not in `ranks`; `is_over` ends the wait at once.
     """
     forwarded, failed_at = 0, None
     hung: list[int] = []
     while running := [rank for rank in ranks if rank.is_running()]:
         now = time.monotonic()
+        if is_over is not None and is_over():
+            break
         for number in stop_signals[forwarded:]:
             for rank in running:
                 rank.send(number)

@@ -25,7 +25,7 @@ from steelyard.core.recipe import Recipe, to_toml
 from steelyard.core.recipe.site_section import SiteSection
 from steelyard.core.recipe.toml import parse_value
 from steelyard.core.run import MANIFEST, for_training, now, place_for_training
-from steelyard.launch import backends, job_spec, launch_record, site_environment
+from steelyard.launch import backends, elastic_job, job_spec, launch_record, site_environment
 from steelyard.launch.backends import ENDED, JobState, Option
 from steelyard.launch.job_spec import JobSpec, NodeGroup
 from steelyard.launch.launch_record import FOLDER, Launch
@@ -54,6 +54,8 @@ class SubmitRequest:
     skip_checks: bool = False
     uses_gpu: bool = False
     """Whether the command in `words` computes on a GPU; a recipe says so itself."""
+    min_nodes: int | None = None
+    """The fewest nodes with which an elastic run continues."""
 
 
 def submit(request: SubmitRequest) -> dict[str, Any]:
@@ -67,7 +69,9 @@ def prepare(request: SubmitRequest) -> JobSpec:
     """Create the run folder with its scripts, without starting anything."""
     found = groups_of(request)
     backend, place = backends.load(request.on), _place(request)
-    backend.scripts(_spec(request, found, place.resolve()))  # Raises an error for a request that cannot be scripted.
+    spec = _spec(request, found, place.resolve())
+    backend.scripts(spec)  # Raises an error for a request that cannot be scripted.
+    elastic_job.of_request(request, spec)
     if not request.skip_checks:
         from steelyard.launch import preflight
 
@@ -79,6 +83,7 @@ def prepare(request: SubmitRequest) -> JobSpec:
     folder = run / FOLDER
     if request.recipe is not None:
         files.write_text(folder / "recipe.toml", to_toml(request.recipe.settings()))
+        elastic_job.prepare(request, spec)
     if spec.private_command is not None:
         files.write_json(spec.private_command, spec.command, private=True)
     for name, text in backend.scripts(spec).items():
@@ -155,6 +160,8 @@ def groups_of(request: SubmitRequest) -> list[NodeGroup]:
         backends.refuse_option(request.on, Option.TIME, ", or train.max_hours in the recipe")
     if request.job is not None:
         backends.refuse_option(request.on, Option.ALLOCATION)
+    if request.min_nodes is not None:
+        elastic_job.refuse_inelastic(request)
     return backends.load(request.on).nodes(request, cluster)
 
 
@@ -170,6 +177,7 @@ def _spec(request: SubmitRequest, found: list[NodeGroup], run: Path) -> JobSpec:
     return JobSpec(
         run, _name(request), site, found, command, workdir, python, now(), launch_record.next_mark(run),
         request.time_limit, request.reload_container, request.job, is_training=request.recipe is not None,
+        min_nodes=request.min_nodes,
     )  # fmt: skip
 
 
@@ -228,8 +236,10 @@ def array_requests(
 ) -> list[SubmitRequest]:
     """One request for each combination of values (`--array 'train.seed=[1, 2]'`), each with its own name."""
     backends.refuse_option(base.on, Option.ARRAY, ", or steelyard tune for searches")
-    if base.recipe is None or base.job is not None:
-        raise UserError("--array needs a recipe and excludes --job", hint="use steelyard tune for searches")
+    if base.recipe is None or base.job is not None or base.min_nodes is not None:
+        raise UserError(
+            "--array needs a recipe and excludes --job and --min-nodes", hint="use steelyard tune for searches"
+        )
     name, run = base.name or base.recipe.name, base.run
     return [
         replace(

@@ -20,6 +20,7 @@ from steelyard.core.recipe import Recipe, load_recipe
 from steelyard.core.run import LOCK, MANIFEST, METRICS, RECIPE
 from steelyard.launch import backends, heartbeat
 from steelyard.launch.backends import ENDED, WAITING, JobState
+from steelyard.launch.elastic_job import ATTEMPTS
 from steelyard.observe.error_scan import Complaints
 from steelyard.observe.host_logs import GpuSamples, HostLog, is_number
 from steelyard.observe.run_files import listed
@@ -49,6 +50,8 @@ class RunState:
         self.scheduler: list[dict[str, Any]] = []
         self.unwritten: list[dict[str, Any]] = []
         """Scheduler records that could not be written to the folder."""
+        self.attempts: list[dict[str, Any]] = []
+        """Attempts of an elastic run, and its reasons to wait (`launch/elastic_job.py`)."""
         self.metrics: deque[dict[str, Any]] = deque(maxlen=KEPT_RECORDS)
         self.step_times = StepTimes()
         self.hosts: dict[str, dict[str, Any]] = {}
@@ -67,6 +70,7 @@ class RunState:
         self._hosts: dict[str, Small] = {}
         self._metrics = Tail(path / METRICS, FIRST_METRICS, MOST_METRICS)
         self._scheduler = Tail(path / SCHEDULER, MOST_METRICS, MOST_METRICS)
+        self._attempts = Tail(path / ATTEMPTS, MOST_METRICS, MOST_METRICS)
         self._recipes: dict[Path, tuple[int, Recipe]] = {}
 
     def refresh(self, now: float | None = None) -> RunState:
@@ -85,6 +89,7 @@ class RunState:
         if is_new:
             self.scheduler.clear()
         self.scheduler.extend(backends.neutral(record) for record in records(lines))
+        self.attempts.extend(records(self._attempts.lines()[0]))
         self._refresh_hosts()
         self._refresh_logs()
         self.beats = heartbeat.beats(self.path)
@@ -148,10 +153,12 @@ class RunState:
 
     @property
     def job_started(self) -> float | None:
-        """When the job last started, as far as the scheduler was polled."""
+        """When the job last started, as far as the scheduler was polled, or the attempt of an elastic run."""
         running = [record for record in self.scheduler if record.get("state") == JobState.RUNNING]
         at = seconds_of(running[-1].get("time")) if running else None
-        return None if at is None else at - (span_of(running[-1].get("elapsed")) or 0.0)
+        started = None if at is None else at - (span_of(running[-1].get("elapsed")) or 0.0)
+        again = seconds_of(self.attempts[-1].get("time")) if self.attempts else None
+        return max((each for each in (started, again) if each is not None), default=None)
 
     @property
     def began(self) -> float | None:

@@ -46,9 +46,12 @@ EXIT_CODES: dict[Level, int] = {"ok": 0, "wrong": 1, "waiting": 3, "warning": 4}
 
 def judge(state: RunState) -> list[Verdict]:
     """All verdicts on a run, worst first; at least one."""
+    waits = node_rules.waits_for_nodes(state)
+    if waits is not None:  # No rank runs, so nothing else applies.
+        return [waits]
     verdicts = [verdict for rule in RULES if (verdict := rule(state)) is not None]
     if not verdicts:
-        verdicts = [Verdict("healthy", "ok", f"running well{_remaining(state)}", "nothing")]
+        verdicts = [Verdict("healthy", "ok", f"running well{_remaining(state)}{_attempt(state)}", "nothing")]
     return sorted(verdicts, key=lambda verdict: -LEVELS.index(verdict.level))
 
 
@@ -76,3 +79,12 @@ def seconds_left(state: RunState) -> float | None:
 def _remaining(state: RunState) -> str:
     left = seconds_left(state)
     return "" if left is None else f", {units.duration(left)} left"
+
+
+def _attempt(state: RunState) -> str:
+    """The nodes that an elastic run does not use, and why."""
+    unused = state.attempts[-1].get("unused") if state.attempts else None
+    if not isinstance(unused, dict) or not unused:
+        return ""
+    reasons = ", ".join(f"{name} {why}" for name, why in sorted(unused.items()))
+    return f"; attempt {state.attempts[-1].get('attempt')}, {reasons}"

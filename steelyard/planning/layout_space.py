@@ -43,6 +43,8 @@ class SearchLimits:
     """Whether nodes may stay idle."""
     arrangements: int = 64
     """Maximum number of orders of nodes along the pipeline; with more, nodes of one type are neighbours."""
+    least_nodes: int = 1
+    """Minimum number of nodes of a plan."""
     uses: int = UNLIMITED
     """Maximum number of node sets to evaluate, the most promising first."""
     meshes: int = UNLIMITED
@@ -109,7 +111,7 @@ def uses(cluster: Cluster, limits: SearchLimits) -> tuple[list[Use], bool]:
     found = []
     for counts in product(*options):
         used = tuple((nodes.type, n) for nodes, n in zip(cluster.nodes, counts, strict=True) if n)
-        if used:
+        if used and sum(counts) >= limits.least_nodes:
             ranks = sum(nodes.gpus * n for nodes, n in zip(cluster.nodes, counts, strict=True))
             found.append(Use(used, ranks))
     return found, whole

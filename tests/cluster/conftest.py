@@ -294,13 +294,19 @@ def undisturbed_mixed(yard: Yard) -> Path:
 
 def rank_on(yard: Yard, run: Path, host: str) -> int:
     """The number, here, of the process that trains on a host."""
-    here = Path(f"/proc/{yard.lab.boxes[host][0]}/ns/uts").readlink()
+    return process_on(yard, run, host)
+
+
+def process_on(yard: Yard, run: Path, host: str, is_agent: bool = False) -> int:
+    """The number, here, of the process that trains on a host, or of its node agent."""
+    here, agent = Path(f"/proc/{yard.lab.boxes[host][0]}/ns/uts").readlink(), b"steelyard.launch.node_agent"
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             words = path.read_bytes().split(b"\0")
             inside = (path.parent / "ns/uts").readlink() == here
         except OSError:
             continue
-        if inside and b"train" in words and str(run).encode() in words and b"steelyard.launch.node_agent" not in words:
+        is_ours = inside and b"train" in words and str(run).encode() in words and words[0] != b"srun"
+        if is_ours and (agent in words) == is_agent:
             return int(path.parent.name)
     raise AssertionError(f"nobody trains on {host}")

@@ -53,6 +53,7 @@ class Folder:
         """Hosts whose clocks are so many seconds behind."""
         self.beats: dict[str, float] = {}
         """Last heartbeats of the hosts."""
+        self.attempts: list[dict] = []
         self.samples = {host: [self.sample(now - 5 * ago) for ago in range(30, -1, -1)] for host in self.hosts}
 
     def job(self, state: str, at: float | None = None, **fields: Any) -> dict[str, Any]:
@@ -84,6 +85,7 @@ class Folder:
         (self.path / "run.json").write_text(json.dumps(self.manifest))
         (self.path / "launch.json").write_text(json.dumps(self.launch))
         self._lines("scheduler.jsonl", self.jobs)
+        self._lines("attempts.jsonl", self.attempts)
         self._lines("metrics.jsonl", self.records)
         for host, reported in self.hosts.items():
             (self.path / "hosts" / f"{host}.json").write_text(json.dumps(reported))

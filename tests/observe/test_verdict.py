@@ -217,6 +217,21 @@ def lost_node(folder: Folder) -> None:
     older(folder, 5)
 
 
+def too_few_for_elastic(folder: Folder) -> None:
+    lost_node(folder)
+    folder.attempts = [{"attempt": 1, "time": NOW - 100}, {"waiting": "needs 2 nodes, 1 is alive", "time": NOW - 5}]
+
+
+def smaller_attempt(folder: Folder) -> None:
+    folder.attempts = [{"attempt": 2, "time": NOW - 3550, "ranks": folder.launch["ranks"]}]
+    folder.launch |= {"ranks": 2 * folder.launch["ranks"]}
+
+
+def next_attempt(folder: Folder) -> None:
+    older(folder, 5)
+    folder.attempts = [{"attempt": 1, "time": NOW - 100}, {"attempt": 2, "time": NOW - 2, "unused": {"n1": "is down"}}]
+
+
 def validated_first(folder: Folder) -> None:
     folder.records = [{"step": 0, "valid_loss": 8.0, "time": NOW - 5}]
 
@@ -417,6 +432,9 @@ CASES = {
     "a host powered off": (powered_off, {"lost-node": "wrong"}, 1),
     "validated before the first step": (validated_first, {"healthy": "ok"}, 0),
     "a node without power": (lost_node, {"lost-node": "wrong"}, 1),
+    "an elastic run with too few nodes": (too_few_for_elastic, {"waits-for-nodes": "waiting"}, 3),
+    "an elastic run with fewer ranks": (smaller_attempt, {"healthy": "ok"}, 0),
+    "an elastic run that starts again": (next_attempt, {"starting": "waiting"}, 3),
     "a node whose heartbeat is late": (late_heartbeat, {"healthy": "ok"}, 0),
     "a node that ended in order": (ended_in_order, {"healthy": "ok"}, 0),
     "too few nodes are alive": (too_few_nodes, {"cannot-start": "wrong"}, 1),

@@ -21,6 +21,7 @@ from steelyard.core.errors import UserError
 
 if TYPE_CHECKING:
     from steelyard.core.recipe.site_section import SiteSection
+    from steelyard.launch.elastic_job import ElasticJob, Node
     from steelyard.launch.job_spec import JobSpec, NodeGroup
     from steelyard.launch.launch_record import Launch
     from steelyard.launch.submit import SubmitRequest
@@ -60,6 +61,7 @@ class Option(StrEnum):
     TIME = "has no time limits"
     ALLOCATION = "has no allocations"
     ARRAY = "has no job arrays"
+    ELASTIC = "does not continue on the nodes that remain"
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,38 @@ class Backend(Protocol):
     def translate(self, record: Record) -> Record:
         """Translate a record with the backend's own state names to a neutral one."""
         return record | {"state": JobState.UNKNOWN}
+
+    def allocated(self, job: ElasticJob, environ: Mapping[str, str]) -> list[Node]:
+        """The nodes that an elastic job has now; for backends with `Option.ELASTIC`, like the next ones."""
+        raise UserError(f"this backend {Option.ELASTIC}")
+
+    def unusable(self, names: list[str]) -> dict[str, str]:
+        """The nodes of a job that the scheduler does not want to be used, and why, such as `is drained`."""
+        return {}
+
+    def answers(self, job: ElasticJob, node: Node) -> bool:
+        """Whether a node that was lost can start processes again."""
+        return True
+
+    def on_node(self, job: ElasticJob, node: Node, options: list[str]) -> list[str]:
+        """The command that starts a node agent on a node."""
+        raise UserError(f"this backend {Option.ELASTIC}")
+
+    def supervised_on(self, environ: Mapping[str, str]) -> str | None:
+        """The node that runs the supervisor, which only a new start of the job can leave."""
+        return None
+
+    def spare(self, job: ElasticJob, environ: Mapping[str, str]) -> list[Node]:
+        """The nodes that the job would get in addition if it were queued again now."""
+        return []
+
+    def lost_supervisor(self, environ: Mapping[str, str]) -> None:
+        """Called on a node of an elastic job whose supervisor is gone."""
+        return None
+
+    def attempt_name(self, environ: Mapping[str, str]) -> str:
+        """A name for the attempts of this job that no earlier job of the run had."""
+        return "0"
 
     def array(self, specs: list[JobSpec]) -> tuple[list[str], dict[str, str]]:
         """The command that submits jobs as one array, and all scripts by path; for backends with `Option.ARRAY`."""

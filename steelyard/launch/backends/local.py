@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Mapping
 from dataclasses import replace
@@ -11,8 +12,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 from steelyard.core.errors import UserError
 from steelyard.launch import job_spec, site_environment, supervisor
-from steelyard.launch.backends import Backend, Place, Record
-from steelyard.launch.job_spec import JobSpec, NodeGroup, agent_command
+from steelyard.launch.backends import Backend, Option, Place, Record
+from steelyard.launch.elastic_job import ElasticJob, Node
+from steelyard.launch.job_spec import JobSpec, NodeGroup, agent_command, elastic_command
 from steelyard.launch.launch_record import FOLDER, Launch
 
 if TYPE_CHECKING:
@@ -23,13 +25,18 @@ if TYPE_CHECKING:
 class Local(Backend):
     """Ranks that a supervisor on this machine starts with one script."""
 
+    takes = frozenset({Option.ELASTIC})
     is_remote = False
     stop_signal: ClassVar[int] = signal.SIGTERM
 
     def nodes(self, request: SubmitRequest, cluster: Cluster | None) -> list[NodeGroup]:
-        """One node, with the smallest number of ranks that the plan allows."""
+        """One node, with the smallest number of ranks that the plan allows; groups of ranks for an elastic run."""
+        if request.min_nodes is not None:
+            return job_spec.nodes_of(request, cluster)
         if request.nodes not in (None, 1):
-            raise UserError("--on local runs on one node", hint="use --on mpi or --on slurm for several")
+            raise UserError(
+                "--on local runs on one node", hint="use --on mpi or --on slurm for several, or give --min-nodes"
+            )
         if request.recipe is None:
             return job_spec.of_this_machine(request, job_spec.nodes_of(request, cluster))
         world = request.ranks_per_node or request.recipe.parallel.least_world
@@ -48,6 +55,8 @@ class Local(Backend):
 
     def command(self, spec: JobSpec) -> list[str]:
         """torchrun; a command with one rank that does not train runs without torch."""
+        if spec.min_nodes is not None:
+            return elastic_command(spec)
         if not spec.is_training and job_spec.world(spec.groups) == 1:
             return agent_command(spec, "local", self.rank_variables, *spec.command_arguments)
         return torchrun_command(spec)
@@ -72,6 +81,19 @@ class Local(Backend):
     def place(self, environ: Mapping[str, str]) -> Place:
         """torchrun numbers the ranks."""
         return Place(rank=int(environ.get("RANK", "0")), local_rank=int(environ.get("LOCAL_RANK", "0")))
+
+    def allocated(self, job: ElasticJob, environ: Mapping[str, str]) -> list[Node]:
+        """Groups of ranks, named like their type: a10-0, a10-1."""
+        types = [each["type"] for each in job.groups for _ in range(each["nodes"])]
+        return [Node(f"{type_}-{types[:number].count(type_)}", type_) for number, type_ in enumerate(types)]
+
+    def on_node(self, job: ElasticJob, node: Node, options: list[str]) -> list[str]:
+        """The node agent as a process of this machine."""
+        return [*job.agent, "--name", node.name, *options]
+
+    def attempt_name(self, environ: Mapping[str, str]) -> str:
+        """The process id of the supervisor."""
+        return str(os.getpid())
 
 
 def torchrun_command(spec: JobSpec) -> list[str]:

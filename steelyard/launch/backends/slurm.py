@@ -20,7 +20,17 @@ from steelyard.core.console import console
 from steelyard.core.errors import RuntimeFailure, UserError
 from steelyard.core.host import die_with_parent
 from steelyard.launch import job_spec, launch_record, supervisor
-from steelyard.launch.backends import Backend, Option, Place, Record, slurm_nodes, slurm_queue, slurm_script
+from steelyard.launch.backends import (
+    Backend,
+    Option,
+    Place,
+    Record,
+    slurm_elastic,
+    slurm_nodes,
+    slurm_queue,
+    slurm_script,
+)
+from steelyard.launch.elastic_job import ElasticJob, Node
 from steelyard.launch.job_spec import JobSpec, NodeGroup
 from steelyard.launch.launch_record import FOLDER, JOBS, Launch
 
@@ -37,7 +47,7 @@ SECONDS_TO_FIND = 5.0
 class Slurm(Backend):
     """Jobs that Slurm queues, or steps in an existing allocation."""
 
-    takes = frozenset({Option.TIME, Option.ALLOCATION, Option.ARRAY})
+    takes = frozenset({Option.TIME, Option.ALLOCATION, Option.ARRAY, Option.ELASTIC})
     program = "sbatch"
     rank_variables = slurm_script.RANK_VARIABLES
 
@@ -118,6 +128,38 @@ class Slurm(Backend):
     def place(self, environ: Mapping[str, str]) -> Place:
         """srun numbers the nodes of a job. Every node can resolve Slurm's node names."""
         return Place(int(environ.get("SLURM_PROCID", "0")), address=environ.get("SLURMD_NODENAME"))
+
+    def allocated(self, job: ElasticJob, environ: Mapping[str, str]) -> list[Node]:
+        """The nodes of the job, without those that Slurm has removed from it."""
+        return slurm_elastic.allocated(job, environ)
+
+    def unusable(self, names: list[str]) -> dict[str, str]:
+        """The nodes that are drained or down."""
+        return slurm_elastic.unusable(names)
+
+    def answers(self, job: ElasticJob, node: Node) -> bool:
+        """Whether a step starts on a node."""
+        return slurm_elastic.answers(job, node)
+
+    def on_node(self, job: ElasticJob, node: Node, options: list[str]) -> list[str]:
+        """srun, which starts a step with the node agent."""
+        return [*slurm_elastic.srun(job, node), *job.step, *job.agent, *options]
+
+    def supervised_on(self, environ: Mapping[str, str]) -> str | None:
+        """The node of the job script."""
+        return environ.get("SLURMD_NODENAME")
+
+    def spare(self, job: ElasticJob, environ: Mapping[str, str]) -> list[Node]:
+        """Idle nodes in place of lost ones."""
+        return slurm_elastic.spare(job, environ)
+
+    def lost_supervisor(self, environ: Mapping[str, str]) -> None:
+        """Requeue the job: Slurm keeps a job with --no-kill that has lost the node of its script."""
+        slurm_nodes.ask(["scontrol", "requeue", environ.get("SLURM_JOB_ID", "0")])
+
+    def attempt_name(self, environ: Mapping[str, str]) -> str:
+        """The job id and its restart count."""
+        return f"{environ.get('SLURM_JOB_ID', '0')}.{environ.get('SLURM_RESTART_COUNT', '0')}"
 
     def trial_site(self, site: SiteSection, minutes: int) -> SiteSection:
         """No requeue, since its time in the queue would count in the measurement, and no signal before the limit."""

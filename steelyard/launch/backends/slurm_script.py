@@ -20,10 +20,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from shlex import join, quote
 
-from steelyard.core.errors import Interrupted
+from steelyard.core.errors import Interrupted, UserError
 from steelyard.core.recipe.site_section import SlurmSection
 from steelyard.launch import site_environment
-from steelyard.launch.job_spec import JobSpec, NodeGroup, agent_command, written
+from steelyard.launch.job_spec import JobSpec, NodeGroup, agent_command, elastic_command, written
 from steelyard.launch.launch_record import FOLDER, JOBS
 from steelyard.launch.rendezvous_file import FAILED, LOST, MET, STOPPED
 
@@ -133,7 +133,11 @@ def _once(spec: JobSpec) -> list[str]:
 def _options(spec: JobSpec, group: NodeGroup) -> list[str]:
     """Options of one part of a heterogeneous job."""
     site, limit = spec.site.slurm, spec.time_limit or spec.site.slurm.time_limit
-    words = [f"--nodes={group.nodes}", "--ntasks-per-node=1", f"--cpus-per-task={_cpus(site, group)}"]
+    per_node = cpus(site, group)
+    words = [f"--nodes={_node_range(spec, group)}"]
+    # With tasks per node, Slurm allocates no more nodes of a range than the fewest.
+    words += ["--ntasks-per-node=1"] if spec.min_nodes is None else [f"--mincpus={per_node}", "--no-kill"]
+    words += [f"--cpus-per-task={per_node}"]
     words += [f"--partition={group.partition}"] if group.partition else []
     words += [f"--gres={group.gres}"] if group.gres else []
     words += [f"--account={site.account}"] if site.account else []
@@ -143,7 +147,16 @@ def _options(spec: JobSpec, group: NodeGroup) -> list[str]:
     return [*words, *site.sbatch]
 
 
-def _cpus(site: SlurmSection, group: NodeGroup) -> int:
+def _node_range(spec: JobSpec, group: NodeGroup) -> str:
+    """The nodes of a group; for an elastic run at least so many that all groups can have the fewest nodes."""
+    if spec.min_nodes is None:
+        return str(group.nodes)
+    least = max(1, group.nodes - (sum(each.nodes for each in spec.groups) - spec.min_nodes))
+    return f"{least}-{group.nodes}" if least < group.nodes else str(group.nodes)
+
+
+def cpus(site: SlurmSection, group: NodeGroup) -> int:
+    """CPUs per node."""
     return group.ranks * (site.cpus_per_rank or (4 if group.gres else 1))
 
 
@@ -157,6 +170,9 @@ def text(spec: JobSpec, group: int | None = None) -> str:
     if preparation is not None:
         before = ["bash", "-c", preparation]
         lines.append(f"{_srun(spec, before, '', group, inside=False)} || exit 1\n")
+    if spec.min_nodes is not None:
+        requeueing = _requeueing(spec) if spec.site.slurm.requeue else ""
+        return "".join([*lines, f"{join(elastic_command(spec))}\ncode=$?\n", requeueing, "exit $code\n"])
     line = _srun(spec, agent_command(spec, "slurm", RANK_VARIABLES), _agent_options(spec, group), group)
     if job is not None:
         lines.append(f"{LISTENING}{line} &\n{WAITING}{FAILURE % _names(spec)}")
@@ -203,7 +219,7 @@ def _srun(spec: JobSpec, words: Sequence[str], tail: str, group: int | None, ins
     for number, each in enumerate(wanted):
         options = [f"--het-group={number}"] if len(wanted) > 1 else []
         options += [f"--nodes={each.nodes}", f"--ntasks={each.nodes}", "--ntasks-per-node=1"]
-        options += [f"--cpus-per-task={_cpus(spec.site.slurm, each)}"]
+        options += [f"--cpus-per-task={cpus(spec.site.slurm, each)}"]
         options += ["--kill-on-bad-exit=1"] if not number else []
         options += [f"--jobid={job}", "--overlap", f"--job-name={step_name(spec.name, spec.submitted)}"] if job else []
         parts.append(f"{join([*options, *container, *words])}{tail}")
@@ -224,6 +240,11 @@ def _names(spec: JobSpec) -> dict[str, str]:
 def jobs(spec: JobSpec) -> list[int | None]:
     """The jobs of a spec: one for all groups (None), or one for each group."""
     is_several = len(spec.groups) > 1 and spec.site.slurm.heterogeneous == "several-jobs" and spec.allocation is None
+    if is_several and spec.min_nodes is not None:
+        raise UserError(
+            "--min-nodes needs one job for all nodes, but the site starts a job for each type of node",
+            hint='use nodes of one type, or slurm.heterogeneous = "one-job" if the site allows it',
+        )
     return list(range(len(spec.groups))) if is_several else [None]
 
 

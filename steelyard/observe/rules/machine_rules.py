@@ -121,8 +121,10 @@ def other_configuration(state: RunState) -> Verdict | None:
 def requested(state: RunState) -> dict[str, Any]:
     """The layout that the recipe and the launch request, with the same keys as the ranks' reports."""
     wanted: dict[str, Any] = {}
-    if is_number(state.launch.get("ranks")) and not state.is_superseded:
-        wanted["world"] = state.launch["ranks"]
+    attempt = state.attempts[-1] if state.attempts else {}  # Attempts of an elastic run have fewer ranks.
+    ranks = attempt.get("ranks", state.launch.get("ranks"))
+    if is_number(ranks) and not state.is_superseded:
+        wanted["world"] = ranks
     recipe = (None if state.is_superseded else state.submitted) or state.recipe
     if recipe is None:
         return wanted

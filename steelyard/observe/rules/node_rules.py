@@ -26,8 +26,19 @@ def lost_node(state: RunState) -> Verdict | None:
     if not lost:
         return None
     host = min(lost, key=lambda each: lost[each])
-    what = f"check whether it is up: ping {host}; if it is down, the scheduler requeues the job"
+    is_elastic = bool(state.attempts) and "attempt" in state.attempts[-1]
+    next_ = "the run continues on the nodes that remain" if is_elastic else "the scheduler requeues the job"
+    what = f"check whether it is up: ping {host}; if it is down, {next_}"
     return Verdict("lost-node", "wrong", described(lost), what)
+
+
+def waits_for_nodes(state: RunState) -> Verdict | None:
+    """An elastic run has too few nodes, or none of its layouts fits those that remain."""
+    is_here = state.is_live and not state.is_superseded
+    waiting = state.attempts[-1].get("waiting") if is_here and state.attempts else None
+    if not isinstance(waiting, str):
+        return None
+    return Verdict("waits-for-nodes", "waiting", f"waits: {waiting}", "bring nodes back; it continues by itself")
 
 
 def described(lost: dict[str, float]) -> str:

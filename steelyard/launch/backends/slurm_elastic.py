@@ -1,0 +1,77 @@
+"""The nodes of an elastic job on Slurm: which it has, which are drained, and a job step for each.
+
+`sbatch --no-kill` keeps the job when a node is lost. Slurm removes the node from the job when it declares it down
+(SlurmdTimeout); until then a step there hangs, so a lost node is used again only after a probe. Each node has a step of
+its own, because a step over several nodes does not start if one of them does not answer. Steps overlap: the step of a
+lost attempt keeps its resources until Slurm has ended it.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Mapping
+
+from steelyard.launch.backends.slurm_nodes import UNUSABLE, ask
+from steelyard.launch.elastic_job import ElasticJob, Node
+from steelyard.parallel.rendezvous import expand
+
+SECONDS_TO_PROBE = 15
+
+
+def allocated(job: ElasticJob, environ: Mapping[str, str]) -> list[Node]:
+    """The nodes of the job in rank order. Without an answer of squeue: those that it started with."""
+    found = []
+    for number, group in enumerate(job.groups):
+        suffix = f"_HET_GROUP_{number}" if len(job.groups) > 1 else ""
+        id_, started = environ.get(f"SLURM_JOB_ID{suffix}", ""), environ.get(f"SLURM_JOB_NODELIST{suffix}", "")
+        answer = ask(["squeue", "--noheader", f"--jobs={id_}", "--format=%N"])[0].strip().splitlines()
+        names = answer[0] if answer and answer[0] not in ("", "(null)") else started
+        found += [Node(name, str(group["type"]), number) for name in (expand(names) if names else [])]
+    return found
+
+
+def unusable(names: list[str]) -> dict[str, str]:
+    """The nodes that Slurm wants back, or that are down. One that does not respond may still be at work."""
+    words = {name: state.rstrip("*~#!%$@^-+") for name, state in _states(names).items()}
+    return {name: f"is {word}" for name, word in words.items() if word.startswith(UNUSABLE)}
+
+
+def answers(job: ElasticJob, node: Node) -> bool:
+    """Whether Slurm can start a step on a node."""
+    if _states([node.name]).get(node.name, "*").endswith("*"):
+        return False
+    try:
+        done = subprocess.run(
+            [*srun(job, node), "true"], stdin=subprocess.DEVNULL, capture_output=True, timeout=SECONDS_TO_PROBE
+        )
+    except (OSError, subprocess.SubprocessError):
+        return False
+    return done.returncode == 0
+
+
+def spare(job: ElasticJob, environ: Mapping[str, str]) -> list[Node]:
+    """Idle nodes of the partition that the job would get if it were requeued, because Slurm cannot add nodes to a job.
+
+    None while another job waits in the partition, which could get the nodes that this one gives up.
+    """
+    partition = environ.get("SLURM_JOB_PARTITION", "")
+    missing = sum(int(group["nodes"]) for group in job.groups) - len(allocated(job, environ))
+    if missing <= 0 or len(job.groups) > 1 or not partition:
+        return []
+    if ask(["squeue", "--noheader", "--states=PENDING", f"--partition={partition}", "--format=%i"])[0].strip():
+        return []
+    idle = ask(["sinfo", "--noheader", "--Node", f"--partition={partition}", "--states=idle", "--format=%N|%T"])[0]
+    names = sorted({line.partition("|")[0] for line in idle.splitlines() if line.strip().endswith("|idle")})
+    return [Node(name, str(job.groups[0]["type"])) for name in names[:missing]]
+
+
+def srun(job: ElasticJob, node: Node) -> list[str]:
+    """The command that starts a step on a node, without the program to start."""
+    words = ["srun", "--nodes=1", "--ntasks=1", "--overlap", f"--nodelist={node.name}"]
+    words += [f"--cpus-per-task={job.groups[node.group]['cpus']}"]
+    return words + ([f"--het-group={node.group}"] if len(job.groups) > 1 else [])
+
+
+def _states(names: list[str]) -> dict[str, str]:
+    answer = ask(["sinfo", "--noheader", "--Node", f"--nodes={','.join(names)}", "--format=%N|%T"])[0]
+    return dict(line.strip().split("|", 1) for line in answer.splitlines() if "|" in line)

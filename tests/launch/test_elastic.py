@@ -1,0 +1,172 @@
+"""Elastic runs with groups of ranks as nodes: a lost node is replaced by a new plan, and no sample is lost or repeated.
+
+Most tests have ranks without torch: a script that saves "checkpoints". The node agents and their supervisor are real.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from steelyard.core.recipe.toml import leaves, read
+from steelyard.core.run import Run
+from steelyard.launch import elastic, elastic_job
+from tests.conftest import TINY, Workplace, kill
+
+pytestmark = pytest.mark.timeout(900)
+NODES = ("--on", "local", "--nodes", "3", "--ranks-per-node", "1", "--min-nodes", "2")
+# Rank 0 "saves" once a second, or fails as the file says.
+RANK = """
+import os, pathlib, sys, time
+run, step = pathlib.Path(sys.argv[1]), 0
+while True:
+    if os.environ["RANK"] == "0":
+        step = 1 + max([int(path.name[5:]) for path in (run / "checkpoints").glob("step-*")], default=0)
+        (run / "checkpoints" / f"step-{step:08d}").mkdir()
+        if (run / "done").exists():
+            break
+    if (run / f"fail-{os.environ['RANK']}").exists():
+        sys.exit(1)
+    time.sleep(1)
+"""
+
+
+def until(holds, what: str, seconds: float = 300) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, f"waited for {what}"
+        time.sleep(0.05)
+
+
+def attempts(run: Path) -> list[dict]:
+    return [each for each in elastic_job.attempts(run) if "attempt" in each]
+
+
+def agent_of(run: Path, node: str) -> int:
+    """The process of the node agent of a node."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().split(b"\0")
+        except OSError:
+            continue
+        is_agent = b"steelyard.launch.node_agent" in words and str(run).encode() in words
+        if is_agent and words[words.index(b"--name") + 1] == node.encode():
+            return int(path.parent.name)
+    raise AssertionError(f"{node} has no agent")
+
+
+@pytest.fixture
+def run(in_workplace: Workplace) -> Path:
+    """A run folder with an elastic job of three nodes whose ranks are scripts."""
+    run = in_workplace.path / "runs" / "tiny"
+    for name in ("launch", "logs", "checkpoints"):
+        (run / name).mkdir(parents=True)
+    (run / "launch" / elastic_job.SUBMITTED).write_text(TINY.replace("global_batch = 4", "global_batch = 12"))
+    (run / "rank.py").write_text(RANK)
+    python = [sys.executable, "-P"]
+    job = elastic_job.ElasticJob(
+        "local", 2, [{"type": "node", "nodes": 3, "ranks": 1, "cpus": 1}],
+        {"nodes": [{"type": "node", "count": 3, "gpu": "cpu", "gpus": 1}]},
+        [*python, "-m", "steelyard.launch.node_agent", "--backend", "local", "--run", str(run)],
+        ["--", *python, str(run / "rank.py"), str(run)],
+    )  # fmt: skip
+    (run / "launch" / elastic_job.JOB).write_text(json.dumps(asdict(job)))
+    return run
+
+
+@pytest.fixture
+def supervised(run: Path) -> Iterator[tuple[Path, subprocess.Popen]]:
+    with open(run / "logs" / "launcher.log", "wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "steelyard.launch.elastic", str(run)], stdout=log, stderr=log
+        )
+    alive = run / "launch" / "alive"
+    until(lambda: elastic.newest_checkpoint(run) > 0 and len(list(alive.glob("node-*"))) == 3, "the first attempt")
+    yield run, process
+    kill(process)
+
+
+def until_attempt(run: Path, number: int) -> dict:
+    until(lambda: len(attempts(run)) >= number, f"attempt {number}: {(run / 'logs' / 'launcher.log').read_text()}")
+    return attempts(run)[number - 1]
+
+
+@pytest.mark.slow
+def test_a_node_that_does_not_answer_is_left_out_and_used_again_after_a_checkpoint(supervised):
+    run, process = supervised
+    os.kill(agent_of(run, "node-1"), signal.SIGSTOP)
+    second = until_attempt(run, 2)
+    assert second["nodes"] == ["node-0", "node-2"]
+    assert second["why"].startswith("node-1 does not answer since")
+    third = until_attempt(run, 3)
+    assert (third["nodes"], third["why"]) == (["node-0", "node-1", "node-2"], "node-1 can be used again")
+    assert third["layout"] == attempts(run)[0]["layout"] != second["layout"]
+    (run / "fail-1").touch()
+    assert process.wait(timeout=300) == 1, "rank 1 failed on its own: another attempt would fail again"
+    assert len(attempts(run)) == 3
+
+
+@pytest.mark.slow
+def test_a_drained_node_is_given_back_and_too_few_nodes_wait(supervised):
+    run, process = supervised
+    (run / "launch" / "drain").write_text("node-2\n")
+    second = until_attempt(run, 2)
+    assert (second["why"], second["nodes"]) == ("node-2 is drained (launch/drain)", ["node-0", "node-1"])
+    (run / "launch" / "drain").write_text("node-0\nnode-2\n")
+    until(lambda: "waiting" in elastic_job.attempts(run)[-1], "a reason to wait")
+    waiting = elastic_job.attempts(run)[-1]["waiting"]
+    assert waiting.startswith("needs 2 nodes, 1 is alive (node-0 is drained (launch/drain), node-2"), waiting
+    process.terminate()
+    assert process.wait(timeout=300) == 130
+    assert len(attempts(run)) == 2
+
+
+@pytest.mark.slow
+def test_a_run_that_loses_a_node_trains_like_an_unbroken_one(workplace: Workplace):
+    text = TINY.replace("global_batch = 4", "global_batch = 12").replace("[log]\nevery = 2", "[log]\nevery = 1")
+    workplace.recipe.write_text(text)
+    words = ["tiny.toml", "train.steps=30", "checkpoint.every=10", "eval.every=0", "parallel.timeout_minutes=60"]
+    done = workplace.steelyard("submit", *words, "parallel.data=3", *NODES, "--json")
+    assert done.returncode == 0, done.stderr
+    run = Path(json.loads(done.stdout)["run"])
+    until(lambda: elastic.newest_checkpoint(run) >= 10, "a checkpoint")
+    (run / "launch" / "drain").write_text("node-2\n")  # So that it stays away.
+    os.kill(agent_of(run, "node-2"), signal.SIGKILL)
+    until(lambda: Run.open(run).state == "finished", "the end")
+    first, second = attempts(run)
+    assert (len(first["nodes"]), len(second["nodes"])) == (3, 2)
+    whole = workplace.path / "whole"
+    assert workplace.steelyard("train", *words, "--run", str(whole)).returncode == 0
+    broken, whole = ([each for each in Run.open(path).metrics() if "loss" in each] for path in (run, whole))
+    assert [record["step"] for record in broken] == list(range(1, 31))
+    assert [record["samples"] for record in broken] == [record["samples"] for record in whole]
+    for one, other in zip(broken, whole, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-4), one["step"]
+    before = dict(leaves(read(run / "launch" / "submitted.toml", "a recipe")[0]))
+    after = dict(leaves(read(run / "launch" / "recipe.toml", "a recipe")[0]))
+    changed = {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
+    assert changed
+    assert all(key.startswith("parallel.") or key == "train.micro_batch" for key in changed), changed
+
+
+@pytest.mark.parametrize(
+    ("words", "reported"),
+    [
+        (("--min-nodes", "4"), "--min-nodes is 4, but the job has 3 nodes"),
+        (("--min-nodes", "2", "parallel.replicate=3", "parallel.zero=1"), "hybrid sharding"),
+        (("--min-nodes", "2", "train.device=cuda"), "GPU type is not known"),
+    ],
+)
+def test_a_run_that_could_not_be_replanned_is_refused(workplace: Workplace, words, reported):
+    given = ["tiny.toml", "parallel.data=3", "train.global_batch=12", "--nodes", "3", "--ranks-per-node", "1"]
+    done = workplace.steelyard("submit", *given, *words)
+    assert done.returncode == 2
+    assert reported in done.stderr
+    assert not (workplace.path / "runs").exists()
