@@ -32,7 +32,7 @@ TOLERANCE = 0.03  # of the number of parameters, within which the shape decides
 FAR = 0.1  # the largest difference from the request
 LAST_LEARNING_RATE = 1e-5  # as in the runs of the Step Law
 MOST_LEARNING_RATE = 0.01  # a limit of our own, for models much smaller than those of the Step Law
-FITTED = (59 * 10**6, 11 * 10**8)  # parameters without the vocabulary of the models that the Step Law was fitted on
+FITTED = (59 * 10**6, 10**9)  # parameters without the vocabulary of the models that the Step Law was fitted on
 WARM_UP_SHARE, MOST_WARM_UP = 0.02, 2000
 
 
