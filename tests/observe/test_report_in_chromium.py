@@ -1,6 +1,5 @@
 """Reports as a browser shows them."""
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -12,18 +11,6 @@ from steelyard.observe import report
 from tests.observe.test_report import piped, write_spans
 
 pytestmark = pytest.mark.cluster
-
-
-@pytest.fixture(scope="module")
-def browser():
-    sync_api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
-    program = shutil.which("chromium")
-    if program is None:
-        pytest.skip("Chromium is not installed")
-    with sync_api.sync_playwright() as playwright:
-        opened = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
-        yield opened
-        opened.close()
 
 
 @pytest.fixture
