@@ -3,7 +3,7 @@
     recipe.toml      the resolved recipe
     run.json         manifest: state, versions, host, git commit, seed, world size, start and end
     metrics.jsonl    one object per logged step; an incomplete last line is ignored
-    attempts.jsonl   one object per attempt: its first step, hosts and layout
+    sessions.jsonl   one object each time that the ranks started: the step, hosts and layout
     hosts/           one file per host with information about its ranks, written after the rendezvous
     logs/            the output of each host
     checkpoints/     step-00000100/ and so on, each complete
@@ -34,7 +34,7 @@ from steelyard.core.recipe.toml import leaves
 from steelyard.core.safe_parse import loads
 
 MANIFEST, RECIPE, METRICS, LOCK = "run.json", "recipe.toml", "metrics.jsonl", "run.lock"
-ATTEMPTS = "attempts.jsonl"
+SESSIONS = "sessions.jsonl"
 # Keys that may change when a run is resumed: its length, the steps it may skip, what it logs and saves, and the devices
 # and layout, which change only rounding.
 MAY_CHANGE = (

@@ -1,7 +1,12 @@
 """The attempts of a run: when each began, on which hosts, in which layout, how it ended; and markers for its curves.
 
-`attempts.jsonl` in the run folder has one object per attempt (`training/host_info.py`). A folder without it, of an
-older version, has one attempt, from its manifest.
+`sessions.jsonl` in the run folder has one object each time that the ranks started (`training/host_info.py`). For an
+elastic run, `attempts.jsonl` has one for each attempt that was planned, and one for each reason to wait:
+
+    {"attempt": 2, "time": ISO, "why": "b2 does not answer since 12:03:07", "nodes": ["a1"], "layout": {...}}
+    {"waiting": "needs 2 nodes, 1 is alive", "time": ISO}
+
+A folder of an older version has neither; it has one attempt, from its manifest. The result:
 
     attempt   {"number": 2, "kind": "restart", "started": 1700000000.0, "ended": null, "step": 300, "last_step": 420,
                "repeated": 12, "hosts": ["a1", "a2"], "devices": "NVIDIA H200", "layout": "8 ranks, pipeline 2, data 4",
@@ -20,13 +25,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from steelyard.core.run import ATTEMPTS
+from steelyard.core.run import SESSIONS
 from steelyard.core.safe_parse import loads
 from steelyard.observe.host_logs import is_number
 from steelyard.observe.run_files import last_lines
 from steelyard.observe.run_state import RunState, seconds_of
 
 MOST_ATTEMPTS, MOST_MARKERS = 200, 500
+ATTEMPTS = "attempts.jsonl"  # of an elastic run
 VERDICTS = "verdicts.jsonl"  # written by `observe/notify.py`
 AXES = ("tensor", "context", "pipeline", "data", "virtual", "expert")
 _CHECKPOINT = re.compile(r"step-(\d{1,15})")
@@ -35,13 +41,10 @@ Known = dict[str, Any]
 
 def attempts(state: RunState, end: str) -> list[Known]:
     """All attempts, oldest first; `end` is the state of the last one."""
-    reported = _objects(state.path / ATTEMPTS, MOST_ATTEMPTS) or _only(state)
+    reported = _merged(state.path) or _only(state)
     found: list[Known] = []
     for number, each in enumerate(reported, start=1):
-        layout = each["layout"] if isinstance(each.get("layout"), dict) else {}
-        before = reported[number - 2].get("layout") if number > 1 else None
-        changed = _changes(before if isinstance(before, dict) else layout, layout)
-        hosts = each["hosts"] if isinstance(each.get("hosts"), list) else []
+        changed = _changes(reported[number - 2]["layout"], each["layout"]) if number > 1 else ""
         found.append({
             "number": number,
             "kind": "start" if number == 1 else "replan" if changed else "restart",
@@ -50,20 +53,45 @@ def attempts(state: RunState, end: str) -> list[Known]:
             "step": _whole(each.get("step")),
             "last_step": None,
             "repeated": _whole(each.get("repeated")) or 0,
-            "hosts": [str(host) for host in hosts],
+            "hosts": [str(host) for host in each["hosts"]],
             "devices": str(each.get("devices") or ""),
-            "layout": _described(layout),
+            "layout": _described(each["layout"]),
             "changed": changed,
-            "end": "",
+            "end": each["end"],
         })  # fmt: skip
     for one, following in pairwise(found):
-        one["end"] = "ended"
         if following["step"] is not None:
             one["last_step"] = following["step"] + following["repeated"]
     if found:
         steps = [record["step"] for record in list(state.metrics)[-1:]]
         ended = seconds_of(state.manifest.get("ended")) if end != "running" else None
-        found[-1] |= {"end": end, "last_step": steps[0] if steps else None, "ended": ended}
+        waits = "; ".join(each for each in (end, found[-1]["end"]) if each)
+        found[-1] |= {"end": waits, "last_step": steps[0] if steps else None, "ended": ended}
+    return found
+
+
+def _merged(path: Path) -> list[Known]:
+    """Planned attempts and started sessions in the order of their times; a session belongs to the attempt before it."""
+    both = [*_objects(path / ATTEMPTS, MOST_ATTEMPTS), *_objects(path / SESSIONS, MOST_ATTEMPTS)]
+    found: list[Known] = []
+    for each in sorted(both, key=lambda one: seconds_of(one.get("time")) or 0.0):
+        if "waiting" in each:
+            if found:
+                found[-1]["end"] = "; ".join(part for part in (found[-1]["end"], f"waiting: {each['waiting']}") if part)
+            continue
+        hosts = each.get("hosts") or each.get("nodes")
+        known = each | {
+            "layout": each["layout"] if isinstance(each.get("layout"), dict) else {},
+            "hosts": hosts if isinstance(hosts, list) else [],
+            "end": "",
+        }
+        last = found[-1] if found else {}
+        if "attempt" in last and "attempt" not in each and "step" not in last:
+            found[-1] = last | known | {"layout": last["layout"] | known["layout"], "time": last.get("time")}
+            continue
+        if last:  # Why an attempt ended is why the next one was planned.
+            last["end"] = "; ".join(part for part in (str(each.get("why") or "ended"), last["end"]) if part)
+        found.append(known)
     return found
 
 
@@ -94,7 +122,8 @@ def _only(state: RunState) -> list[Known]:
     hosts = list(state.hosts.values())
     devices = ", ".join(sorted({str(host["device"]) for host in hosts if host.get("device")}))
     layout = hosts[0]["layout"] if hosts else {}
-    return [{"time": state.manifest.get("started"), "hosts": list(state.hosts), "devices": devices, "layout": layout}]
+    known = {"hosts": list(state.hosts), "devices": devices, "layout": layout, "end": ""}
+    return [known | {"time": state.manifest.get("started")}]
 
 
 def _checkpoints(folder: Path) -> list[tuple[int, float]]:

@@ -103,5 +103,31 @@ def test_a_folder_of_an_older_version_has_one_attempt_and_odd_lines_spoil_nothin
         "4 ranks, pipeline 2, data 2, partition 1-1, micro-batch 2",
     )
     odd = [[], {"step": "x", "hosts": 3, "layout": [1], "time": {}}, {"step": 5, "layout": {"world": 2}}]
-    (folder.path / "attempts.jsonl").write_text("{\n" + "".join(json.dumps(each) + "\n" for each in odd))
+    (folder.path / "sessions.jsonl").write_text("{\n" + "".join(json.dumps(each) + "\n" for each in odd))
     assert [each["step"] for each in attempts(state.refresh(folder.now), "running")] == [None, 5]
+
+
+def test_a_planned_attempt_and_its_start_are_one_and_the_next_plan_tells_why_it_ended(tmp_path: Path):
+    folder = Folder(tmp_path / "run")
+    state = folder.state()
+    planned = [
+        {"attempt": 1, "time": 1000, "why": "submitted", "nodes": ["a1", "b2"], "layout": {"data": 2, "pipeline": 1}},
+        {"waiting": "needs 2 nodes, 1 is alive", "time": 1100},
+        {
+            "attempt": 2,
+            "time": 1200,
+            "why": "b2 does not answer",
+            "nodes": ["a1"],
+            "layout": {"data": 1, "pipeline": 1},
+        },
+    ]
+    started = [
+        {"time": 1010.0, "step": 0, "repeated": 0, "hosts": ["a1", "b2"], "layout": {"world": 2, "data": 2}},
+        {"time": 1210.0, "step": 30, "repeated": 5, "hosts": ["a1"], "layout": {"world": 1, "data": 1}},
+    ]
+    for name, records in (("attempts.jsonl", planned), ("sessions.jsonl", started)):
+        (folder.path / name).write_text("".join(json.dumps(each) + "\n" for each in records))
+    first, second = attempts(state.refresh(folder.now), "running")
+    assert first["end"] == "b2 does not answer; waiting: needs 2 nodes, 1 is alive"
+    assert (first["step"], first["last_step"], first["layout"]) == (0, 35, "2 ranks, data 2")
+    assert (second["kind"], second["hosts"], second["changed"]) == ("replan", ["a1"], "data 2 -> 1, world 2 -> 1")

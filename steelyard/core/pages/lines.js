@@ -69,7 +69,7 @@ steelyard.lines = function (root, chart) {
   const nameOf = (line) => (line.run && labels.length > 1 ? `${cut(line.run)}, ${line.label}` : cut(line.run) || line.label);
   function mayBeLog() {
     const [low, high] = extent(lines.map((line) => line.y));
-    return low > 0 && high / low > 4;
+    return low > 0 && !chart.fixed && high / low > (group.axis ? 1.2 : 4);
   }
   function extent(arrays) {
     let [low, high] = [Infinity, -Infinity];

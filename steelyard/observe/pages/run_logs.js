@@ -30,7 +30,7 @@ function runLogs(root, id) {
       const count = log.found === null ? "" : `, ${log.is_all ? "" : "the last "}${log.found} ${log.found === 1 ? "line" : "lines"} found`;
       const rest = log.searched < log.size && log.found !== null ? `, the last ${size(log.searched)} searched` : "";
       const title = { out: "standard output", err: "standard error", log: "launcher" }[log.stream];
-      const text = make("pre", { class: log.stream }, log.lines.map((line) => marked(line, wanted)));
+      const text = make("pre", { class: log.stream }, log.lines.flatMap((line) => marked(line, wanted)));
       return [make("p", { class: "note title" }, `${title}, ${size(log.size)}${count}${rest}`), text];
     });
     return nodes.length ? nodes : [make("p", { class: "note" }, wanted ? "No line matches." : "Nothing was printed yet.")];
