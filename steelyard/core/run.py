@@ -123,7 +123,7 @@ class Run:
         """Drop the records of steps that a resumed run will repeat."""
         recorded = self.metrics()
         kept = [record for record in recorded if record["step"] <= step]
-        self.repeated_steps = max((record["step"] for record in recorded), default=step) - max(step, 0)
+        self.repeated_steps = max([0, *(record["step"] - max(step, 0) for record in recorded)])
         files.write_text(self.path / METRICS, "".join(json.dumps(record) + "\n" for record in kept))
 
     @contextlib.contextmanager

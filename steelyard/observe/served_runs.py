@@ -90,7 +90,7 @@ class Runs:
     """The runs below a folder; the folder is scanned again every `SECONDS_LISTED` seconds."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder.resolve()
+        self.folder = folder  # as given, so that a command in a hint can be copied to where the server was started
         self._lock = threading.Lock()
         self._found: dict[str, Followed] = {}
         self._looked = float("-inf")

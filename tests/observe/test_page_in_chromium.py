@@ -233,3 +233,22 @@ def test_hostile_text_stays_text(address: str, tab: Callable):
     assert page.locator("main img").count() == 0
     assert page.locator("main script").count() == 0
     assert page.title() != "owned"
+
+
+def test_a_run_that_was_killed_and_is_resumed_goes_on_without_a_reload(address: str, runs: Path, tab: Callable):
+    manifest = runs / "good" / "run.json"
+    before = manifest.read_text()
+    jobs = runs / "good" / "scheduler.jsonl"
+    running = jobs.read_text()
+    manifest.write_text(json.dumps(json.loads(before) | {"state": "failed", "error": "killed"}))
+    jobs.write_text("")
+    page = tab(f"{address}/#good")
+    page.locator("h1", has_text="failed").wait_for()
+    page.wait_for_selector(".charts canvas")
+    page.wait_for_timeout(2500)  # The page has seen twice that it ended.
+    manifest.write_text(before)
+    jobs.write_text(running)
+    grow(runs / "good", 310)
+    page.locator("h1", has_text="running").wait_for()
+    page.locator(".facts", has_text="310 of 1000").wait_for()
+    page.wait_for_function(curve("Loss", "lines[0].x.at(-1) === 310"))

@@ -85,7 +85,7 @@ def test_a_resumed_run_has_two_attempts_and_says_what_it_repeats(in_workplace):
     (run.path / "checkpoints" / "step-00000007").rename(in_workplace.path / "lost")
     run = training.run(load_recipe("tiny.toml", ["train.steps=9", "train.micro_batch=4", "log.every=1"]))
     first, second = attempts(RunState(run.path).refresh(), "finished")
-    assert (first["kind"], first["step"], first["last_step"]) == ("start", 0, 7)
+    assert (first["kind"], first["step"], first["last_step"], first["repeated"]) == ("start", 0, 7, 0)
     assert (second["kind"], second["step"], second["repeated"], second["last_step"]) == ("replan", 6, 1, 9)
     assert second["changed"] == "micro_batch 2 -> 4"
     assert second["end"] == "finished"

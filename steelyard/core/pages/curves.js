@@ -84,7 +84,7 @@ steelyard.curves = function (root, data) {
 
   // Smoothing: an exponential moving average without the bias of its start.
   group.smoothed = (line) => {
-    if (!weight) return null;
+    if (!weight || line.marks) return null; // The few points of a validation are shown as they are.
     const known = averages.get(line);
     if (known && known.weight === weight) return known.values;
     let sum = 0, mass = 0;

@@ -95,10 +95,11 @@ steelyard.lines = function (root, chart) {
     return [isLog ? low : Math.max(low, least), Math.min(high, most)];
   }
   function freeY([from, to]) {
-    const inside = (line) => line.y.filter((value, at) => line.x[at] >= from && line.x[at] <= to && !(isLog && value <= 0));
-    const [low, high] = extent(shown().map(inside));
+    const inside = (line, y) => y.filter((value, at) => line.x[at] >= from && line.x[at] <= to && !(isLog && value <= 0));
+    const [low, high] = extent(shown().flatMap((line) => [inside(line, line.y), inside(line, group.smoothed?.(line) || [])]));
     if (low > high) return isLog ? [1, 10] : [0, 1];
-    if (low === high) return low === 0 ? [-1, 1] : isLog ? [low / 2, low * 2] : [Math.min(0, 2 * low), Math.max(0, 2 * low)];
+    const isFlat = high - low <= 1e-9 * Math.max(Math.abs(low), Math.abs(high)); // but for rounding
+    if (isFlat) return low === 0 ? [-1, 1] : isLog ? [low / 2, low * 2] : [Math.min(0, 2 * low), Math.max(0, 2 * low)];
     if (isLog) return [low / Math.pow(high / low, 0.04), high * Math.pow(high / low, 0.04)];
     return [low - 0.04 * (high - low), high + 0.04 * (high - low)];
   }

@@ -105,15 +105,17 @@ function runPage(page, ids) {
   const attempts = part(), hosts = part(), timeline = make("div"), logs = make("div"), last = part();
   page.append(head, drawn, ...(one === null ? [under] : [attempts, timeline, hosts, logs, last]));
   const output = one === null ? null : runLogs(logs, one), spans = one === null ? null : timelinePart(timeline, one);
-  let curves = null, isDone = false;
+  let curves = null, known = null;
 
-  async function draw(ended) {
-    if (isDone) return;
+  // A run that has ended has no more points, until it is resumed.
+  async function draw(views) {
+    const seen = JSON.stringify(views.map((run) => [run.state, run.progress, run.verdicts[0], run.attempts]));
+    if (views.every((run) => run.ended) && seen === known) return;
     const runs = await Promise.all(ids.map((id) => ask("/api/curves", { id })));
     const data = { runs: runs.map((run, place) => ({ name: ids[place], ...run })) };
     if (curves) curves.update(data);
     else runPage.curves = curves = steelyard.curves(drawn, data);
-    isDone = ended; // An ended run has no more points.
+    known = seen;
   }
   async function single() {
     const run = await ask("/api/run", { id: one });
@@ -121,7 +123,7 @@ function runPage(page, ids) {
     head.show({ verdicts: run.verdicts, state: run.state, progress: run.progress, now: run.now, slowest: run.slowest, name: run.name }, () => [
       make("h1", {}, run.name, " ", make("span", { class: "quiet" }, run.state)), ...verdictsOf(run),
       run.progress.steps ? make("progress", { max: run.progress.steps, value: run.progress.step }) : null, facts(run)]);
-    await draw(run.ended);
+    await draw([run]);
     attempts.show(run.attempts, attemptsTable);
     hosts.show({ hosts: run.hosts.map(({ age, out, err, ...host }) => host), ended: run.ended }, hostsTable);
     output.hosts(run.hosts.map((info) => info.host));
@@ -134,7 +136,7 @@ function runPage(page, ids) {
     document.title = `${ids.length} runs · Steelyard`;
     head.show(runs.map(({ state, verdicts, progress, now }) => ({ state, verdicts, progress, now })),
       () => [make("h1", {}, `${ids.length} runs`), ...compared(runs, ids)]);
-    await draw(runs.every((run) => run.ended));
+    await draw(runs);
     const recipes = await ask("/api/recipes", ids.map((id) => ["id", id]));
     under.show(recipes.rows, (rows) => [make("h2", {}, "Recipes"), rows.length
       ? table(["differs in", ...ids], rows.map((row) => make("tr", {}, row.map((cell) => make("td", {}, cell)))))
