@@ -72,7 +72,8 @@ def attempts(state: RunState, end: str) -> list[Known]:
 
 def _merged(path: Path) -> list[Known]:
     """Planned attempts and started sessions in the order of their times; a session belongs to the attempt before it."""
-    both = [*_objects(path / ATTEMPTS, MOST_ATTEMPTS), *_objects(path / SESSIONS, MOST_ATTEMPTS)]
+    planned = [each for each in _objects(path / ATTEMPTS, MOST_ATTEMPTS) if "attempt" in each or "waiting" in each]
+    both = [*planned, *_objects(path / SESSIONS, MOST_ATTEMPTS)]
     found: list[Known] = []
     for each in sorted(both, key=lambda one: seconds_of(one.get("time")) or 0.0):
         if "waiting" in each:

@@ -23,8 +23,8 @@ SHOWN = 820  # pixels of the image's width
 HOST = "node-1"
 MOST_BYTES, MOST_FRAMES = 1 << 20, 36
 IMAGES = Path(os.environ["STEELYARD_IMAGES"]).resolve() if "STEELYARD_IMAGES" in os.environ else None
-STEPS, KILLED_AFTER = (360, 150) if IMAGES else (90, 40)  # A test needs no pretty curve.
-RUN = f"train.steps={STEPS} log.every=3 eval.every=30 checkpoint.every=30 optim.learning_rate=3e-3".split()
+STEPS, KILLED_AFTER = (360, 150) if IMAGES else (60, 24)  # A test needs no pretty curve.
+RUN = f"train.steps={STEPS} log.every=3 eval.every=30 checkpoint.every=15 optim.learning_rate=3e-3".split()
 
 
 def reached(run: Path) -> int:

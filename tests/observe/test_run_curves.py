@@ -111,6 +111,7 @@ def test_a_planned_attempt_and_its_start_are_one_and_the_next_plan_tells_why_it_
     folder = Folder(tmp_path / "run")
     state = folder.state()
     planned = [
+        {"submitted": "slurm", "time": 990},
         {"attempt": 1, "time": 1000, "why": "submitted", "nodes": ["a1", "b2"], "layout": {"data": 2, "pipeline": 1}},
         {"waiting": "needs 2 nodes, 1 is alive", "time": 1100},
         {
