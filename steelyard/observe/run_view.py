@@ -16,7 +16,7 @@ from steelyard.observe.host_logs import is_number
 from steelyard.observe.rules import Verdict
 from steelyard.observe.rules.machine_rules import requested
 from steelyard.observe.run_curves import RunCurves
-from steelyard.observe.run_files import listed
+from steelyard.observe.run_files import listed, size_of
 from steelyard.observe.run_state import RunState
 from steelyard.observe.verdict import exit_code, has_ended, judge, seconds_left
 
@@ -60,7 +60,7 @@ def view(state: RunState) -> dict[str, Any]:
         "slowest": _plain(last["rank_seconds"]) if isinstance(last.get("rank_seconds"), dict) else None,
         "curve": _curve(state),
         "attempts": attempts_view(state),
-        "timeline": len(listed(state.path / "timeline", ".jsonl")),
+        "timeline": size_of(listed(state.path / "timeline", ".jsonl")),
         "hosts": [_host(state, name) for name in _names(state)],
         "disk": {"free": state.disk[0], "total": state.disk[1]} if state.disk else None,
     }

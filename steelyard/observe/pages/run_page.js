@@ -76,12 +76,14 @@ function hostsTable({ hosts, ended }) {
   return [make("h2", {}, "Hosts"), table(["host", "ranks", "device", "utilisation", "memory", "temperature", "power", "processes"], rows), ...unread];
 }
 
-// The timeline is fetched once, and again when more ranks have written one.
+// The timeline is fetched at once, and again when its files have grown and grow no more: it starts with another zoom.
 function timelinePart(root, id) {
-  let known = -1;
-  return { refresh: async (files) => {
-    if (files === known) return;
-    known = files;
+  let known = -1, before = -1;
+  return { refresh: async (bytes) => {
+    const isSettled = bytes === before || known === -1;
+    before = bytes;
+    if (bytes === known || !isSettled) return;
+    known = bytes;
     const data = await ask("/api/timeline", { id }), box = make("div");
     root.replaceChildren(make("h2", {}, "Timeline"), box);
     if (!data.ranks) return void box.append(make("p", { class: "note" }, data.note || "There is no timeline."));
