@@ -3,6 +3,7 @@
     recipe.toml      the resolved recipe
     run.json         manifest: state, versions, host, git commit, seed, world size, start and end
     metrics.jsonl    one object per logged step; an incomplete last line is ignored
+    sessions.jsonl   one object each time that the ranks started: the step, hosts and layout
     hosts/           one file per host with information about its ranks, written after the rendezvous
     logs/            the output of each host
     checkpoints/     step-00000100/ and so on, each complete
@@ -33,6 +34,7 @@ from steelyard.core.recipe.toml import leaves
 from steelyard.core.safe_parse import loads
 
 MANIFEST, RECIPE, METRICS, LOCK = "run.json", "recipe.toml", "metrics.jsonl", "run.lock"
+SESSIONS = "sessions.jsonl"
 # Keys that may change when a run is resumed: its length, the steps it may skip, what it logs and saves, and the devices
 # and layout, which change only rounding.
 MAY_CHANGE = (
@@ -49,6 +51,8 @@ class Run:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.repeated_steps = 0
+        """Recorded steps that this attempt repeats."""
 
     @classmethod
     def open(cls, path: str | Path) -> Run:
@@ -117,7 +121,9 @@ class Run:
 
     def forget_after(self, step: int) -> None:
         """Drop the records of steps that a resumed run will repeat."""
-        kept = [record for record in self.metrics() if record["step"] <= step]
+        recorded = self.metrics()
+        kept = [record for record in recorded if record["step"] <= step]
+        self.repeated_steps = max([0, *(record["step"] - max(step, 0) for record in recorded)])
         files.write_text(self.path / METRICS, "".join(json.dumps(record) + "\n" for record in kept))
 
     @contextlib.contextmanager

@@ -9,7 +9,7 @@ from typing import Any
 from steelyard.core import files
 from steelyard.core.errors import RuntimeFailure, SteelyardError
 from steelyard.core.recipe import Recipe
-from steelyard.core.run import MANIFEST, METRICS, RECIPE, Run
+from steelyard.core.run import MANIFEST, METRICS, RECIPE, SESSIONS, Run
 from steelyard.core.safe_parse import loads
 from steelyard.evaluate.verify_checkpoint import VerifyFindings, check_checkpoints, check_one
 from steelyard.sparsity.mask_file import MaskFile
@@ -17,7 +17,7 @@ from steelyard.tokens import inspect
 from steelyard.tokens.samples import expand_sources
 
 OBJECTS = ("launch.json", "hosts/*.json", "launch/*.json")
-RECORDS = (METRICS, "scheduler.jsonl", "timeline/*.jsonl", "logs/*.gpu")
+RECORDS = (METRICS, SESSIONS, "verdicts.jsonl", "scheduler.jsonl", "timeline/*.jsonl", "logs/*.gpu")
 EVENTS = "events.out.tfevents.*"
 
 

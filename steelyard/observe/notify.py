@@ -10,6 +10,7 @@ Both get one JSON object, the command on standard input:
      "before": "healthy", "time": 1700000000.0, "text": "mine: wrong: b2 does not answer since 12:03:07"}
 
 `verdict.json` in the run folder has the last verdict that was reported, so that several watchers report a change once.
+`verdicts.jsonl` has all of them, with the step: the live page and the report mark them in the curves.
 Only the run's own node agent and `steelyard watch --notify` call it: to look at a run of somebody else must not start
 what their recipe names.
 """
@@ -26,6 +27,7 @@ from typing import Any
 from steelyard.core import files
 from steelyard.core.console import console
 from steelyard.core.recipe import Recipe
+from steelyard.observe.attempts import VERDICTS
 from steelyard.observe.run_files import read_object
 
 REPORTED, LOCK = "verdict.json", "verdict.lock"
@@ -60,7 +62,10 @@ class Notifier:
                 console.warn(f"log.on_verdict failed: {error}")
                 if self._tries < MOST_TRIES:
                     return
-            files.write_json(self.path / REPORTED, verdict | {"time": seen["time"]})
+            known = verdict | {"time": seen["time"], "step": seen["progress"]["step"]}
+            with open(self.path / VERDICTS, "a", encoding="utf-8") as history:
+                history.write(json.dumps(known) + "\n")
+            files.write_json(self.path / REPORTED, known)
 
 
 def _send(target: str | list[str], seen: dict[str, Any], verdict: dict[str, str], before: str) -> None:

@@ -19,9 +19,12 @@ from steelyard.core.recipe import Recipe
 from steelyard.observe.spans import COMPUTE, Spans
 from steelyard.planning import pipeline_sim
 from steelyard.planning.cluster import Cluster
-from steelyard.planning.layout import of_recipe
+from steelyard.planning.layout import Layout, of_recipe
 from steelyard.planning.pipeline_sim import Times
 from steelyard.planning.predict import Predictor
+from steelyard.planning.step import StepCost
+
+MOST_EVENTS = 20_000  # that a timeline shows
 
 
 @dataclass(frozen=True)
@@ -177,19 +180,41 @@ def _parts(spans: Spans, place: dict[int, int]) -> dict[int, dict[str, float]]:
     return parts
 
 
+def predicted_events(
+    recipe: Recipe, world: int, cluster: Cluster | None
+) -> tuple[list[tuple[int, str, int, int, float, float]], str | None]:
+    """Every predicted pass of a step (`pipeline_sim.events`), or the reason why there are none."""
+    step, layout, why = _step(recipe, world, cluster)
+    if step is None or layout is None:
+        return [], why
+    schedule, pipeline, virtual, micro_batches = step.plan
+    if pipeline * virtual * micro_batches > MOST_EVENTS:
+        return [], "the predicted step has too many passes to draw"
+    return pipeline_sim.events(step.times(layout.partition), schedule, pipeline, virtual, micro_batches), None
+
+
 def _predict(
     recipe: Recipe, world: int, cluster: Cluster | None
 ) -> tuple[tuple[Times, float, float | None] | None, str | None]:
     """The planner's stage times, step seconds and bubble, or the reason why there is no prediction."""
+    step, layout, why = _step(recipe, world, cluster)
+    if step is None or layout is None:
+        return None, why
+    times = step.times(layout.partition)
+    return (times, step.seconds(layout.partition), _bubble_of(times, step.plan)), None
+
+
+def _step(recipe: Recipe, world: int, cluster: Cluster | None) -> tuple[StepCost | None, Layout | None, str | None]:
+    """The planner's cost of a step and its layout, or the reason why there is no prediction."""
     if cluster is None:
-        return None, "the device is not in the catalogue; describe it with --cluster FILE"
+        return None, None, "the device is not in the catalogue; describe it with --cluster FILE"
     try:
         settings = recipe.settings()
         settings["parallel"] = settings.get("parallel", {}) | {"data": recipe.parallel.data_for(world)}
         fixed = type(recipe).model_validate(settings)
         layout = of_recipe(fixed, cluster)
         step = Predictor.of_layout(fixed, cluster, layout).step(layout)
-        times = step.times(layout.partition)
-        return (times, step.seconds(layout.partition), _bubble_of(times, step.plan)), None
+        step.times(layout.partition)
+        return step, layout, None
     except (UserError, ValueError) as error:
-        return None, str(getattr(error, "message", error))
+        return None, None, str(getattr(error, "message", error))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -42,3 +44,12 @@ def listed(folder: Path, *suffixes: str) -> list[Path]:
             )
     except OSError:
         return []
+
+
+def size_of(paths: Iterable[Path]) -> int:
+    """Bytes of all files; one that is gone has none."""
+    total = 0
+    for path in paths:
+        with contextlib.suppress(OSError):
+            total += path.stat().st_size
+    return total

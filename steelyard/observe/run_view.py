@@ -10,10 +10,13 @@ from dataclasses import asdict
 from typing import Any
 
 from steelyard.core import secrets
+from steelyard.observe.attempts import attempts, markers
 from steelyard.observe.error_scan import clean
 from steelyard.observe.host_logs import is_number
 from steelyard.observe.rules import Verdict
 from steelyard.observe.rules.machine_rules import requested
+from steelyard.observe.run_curves import RunCurves
+from steelyard.observe.run_files import listed, size_of
 from steelyard.observe.run_state import RunState
 from steelyard.observe.verdict import exit_code, has_ended, judge, seconds_left
 
@@ -56,10 +59,33 @@ def view(state: RunState) -> dict[str, Any]:
         "now": {key: last[key] if is_number(last[key]) else None for key in SPEED if key in last},
         "slowest": _plain(last["rank_seconds"]) if isinstance(last.get("rank_seconds"), dict) else None,
         "curve": _curve(state),
+        "attempts": attempts_view(state),
+        "timeline": size_of(listed(state.path / "timeline", ".jsonl")),
         "hosts": [_host(state, name) for name in _names(state)],
         "disk": {"free": state.disk[0], "total": state.disk[1]} if state.disk else None,
     }
     return _scrubbed(shown)
+
+
+def curves_view(state: RunState, curves: RunCurves, verdicts: list[dict[str, Any]] | None = None) -> dict[str, Any]:
+    """The curves of a run with markers: its restarts, checkpoints, and verdicts.
+
+    `verdicts` are the changes that a server saw; without one, the worst verdict is marked at the end of the curves.
+    """
+    tuned = state.recipe.finetune if state.recipe is not None else None
+    data = curves.refresh().data(predicts_tokens=tuned is None or tuned.dpo is None)
+    if verdicts is None:
+        worst, step = judge(state)[0], state.metrics[-1]["step"] if state.metrics else None
+        verdicts = [] if worst.level == "ok" else [told_of(worst, state) | {"step": step, "time": None}]
+    found = markers(state, attempts_view(state), verdicts)
+    for marker in found:
+        marker["time"] = curves.seconds(marker["time"]) if marker["time"] is not None else None
+    return data | {"markers": _scrubbed({"markers": [_plain(marker) for marker in found]})["markers"]}
+
+
+def attempts_view(state: RunState) -> list[dict[str, Any]]:
+    """The attempts of a run, oldest first (`observe/attempts.py`)."""
+    return [_plain(attempt) for attempt in attempts(state, _state(state))]
 
 
 def _state(state: RunState) -> str:

@@ -1,8 +1,12 @@
 """`steelyard serve`: all runs below a folder, live in a browser.
 
-    GET /            the page (pages/serve.html, .css, .js), which fetches the rest and renders it as text only
-    GET /api/runs    one line per run: {"folder": ..., "runs": [{"id", "name", "state", "verdict", "progress", "loss"}]}
-    GET /api/run?id= the full view of a run, as in `observe/run_view.py`
+    GET /                 the page (pages/serve.html, its styles and scripts), which fetches the rest as text only
+    GET /api/runs         one line per run: {"folder": ..., "runs": [{"id", "name", "state", "verdict", ...}]}
+    GET /api/run?id=      the full view of a run, as in `observe/run_view.py`
+    GET /api/curves?id=   its curves and markers, as in `observe/run_curves.py`
+    GET /api/timeline?id= its timeline, as in `observe/report/timeline_data.py`
+    GET /api/logs?id=&host=&find=&stream=  lines of a host's logs, as in `observe/log_search.py`
+    GET /api/recipes?id=&id=  the keys in which the recipes of runs differ
 
 The server is read-only and serves only runs below the folder. By default it listens on localhost only. It answers only
 requests for its own host names, which prevents DNS rebinding: pages of other sites cannot read from it through a
@@ -13,13 +17,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gzip
 import ipaddress
 import json
-import os
 import socket
-import threading
-import time
-from collections.abc import Callable
 from functools import partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -30,22 +31,21 @@ from urllib.parse import parse_qs, urlsplit
 
 from steelyard.core.console import console
 from steelyard.core.errors import Interrupted, UserError
-from steelyard.observe import find_runs
-from steelyard.observe.run_state import RunState
-from steelyard.observe.run_view import summary, view
-from steelyard.observe.scheduler_poll import Asking
-from steelyard.observe.verdict import has_ended
+from steelyard.observe.served_runs import Runs
 
-SECONDS_FRESH = 1.5  # A run is refreshed no more often than this, for any number of browsers.
-SECONDS_LISTED = 5.0
+COMPRESSED = 4096  # bytes from which on an answer is compressed: curves are long, and often read over ssh
+STYLE, SCRIPT = "text/css; charset=utf-8", "text/javascript; charset=utf-8"
 PAGES = {
     "/": ("observe/pages/serve.html", "text/html; charset=utf-8"),
-    "/serve.css": ("observe/pages/serve.css", "text/css; charset=utf-8"),
-    "/serve.js": ("observe/pages/serve.js", "text/javascript; charset=utf-8"),
+    **{
+        f"/{name}": (f"observe/pages/{name}", SCRIPT)
+        for name in ("serve.js", "run_list.js", "run_page.js", "run_logs.js")
+    },
+    "/serve.css": ("observe/pages/serve.css", STYLE),
     # Shared with reports.
-    "/charts.css": ("core/pages/charts.css", "text/css; charset=utf-8"),
-    "/canvas.js": ("core/pages/canvas.js", "text/javascript; charset=utf-8"),
-    "/lines.js": ("core/pages/lines.js", "text/javascript; charset=utf-8"),
+    **{f"/{name}": (f"core/pages/{name}", STYLE) for name in ("page.css", "charts.css")},
+    **{f"/{name}": (f"core/pages/{name}", SCRIPT) for name in ("canvas.js", "lines.js", "curves.js")},
+    "/timeline.js": ("observe/pages/timeline.js", SCRIPT),
 }
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -56,58 +56,6 @@ HEADERS = {
 }
 LOCAL = ("127.0.0.1", "localhost", "::1")
 EVERYWHERE = ("0.0.0.0", "::", "")
-
-
-class Followed:
-    """One run, refreshed on request if its cached answer is too old."""
-
-    def __init__(self, path: Path) -> None:
-        self.state, self.asking, self.lock = RunState(path), Asking(path), threading.Lock()
-        self._answers: dict[str, tuple[float, dict[str, Any]]] = {}
-
-    def answer(self, make: Callable[[RunState], dict[str, Any]], fresh: float) -> dict[str, Any]:
-        """The result of `make` for the run, at most `fresh` seconds old."""
-        with self.lock:
-            at, known = self._answers.get(make.__name__, (float("-inf"), {}))
-            if time.monotonic() - at < fresh:
-                return known
-            # Most of hundreds of runs have ended, and polling the scheduler for each of them would take minutes.
-            if not has_ended(self.state.refresh()):
-                self.asking.ask(self.state)
-                self.state.refresh()
-            answer = make(self.state)
-            self._answers[make.__name__] = time.monotonic(), answer
-            return answer
-
-
-class Runs:
-    """The runs below a folder; the folder is scanned again every `SECONDS_LISTED` seconds."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder.resolve()
-        self._lock = threading.Lock()
-        self._found: dict[str, Followed] = {}
-        self._looked = float("-inf")
-
-    def found(self) -> dict[str, Followed]:
-        """The runs by their path relative to the folder, which is their only id."""
-        with self._lock:
-            if time.monotonic() - self._looked > SECONDS_LISTED:
-                paths = {_name(path.relative_to(self.folder)): path for path in find_runs.below(self.folder)}
-                self._found = {name: self._found.get(name) or Followed(path) for name, path in paths.items()}
-                self._looked = time.monotonic()
-            return self._found
-
-    def listed(self) -> dict[str, Any]:
-        """Summaries of all runs, newest first."""
-        found = self.found()
-        runs = [{"id": name, **run.answer(summary, SECONDS_LISTED)} for name, run in found.items()]
-        return {"folder": _name(self.folder), "runs": sorted(runs, key=lambda run: -_moved(found[run["id"]].state))}
-
-    def one(self, name: str) -> dict[str, Any] | None:
-        """The full view of a run; None if there is no such run."""
-        run = self.found().get(name)
-        return None if run is None else run.answer(view, SECONDS_FRESH)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -130,11 +78,7 @@ class Handler(BaseHTTPRequestHandler):
             if url.path in PAGES:
                 name, kind = PAGES[url.path]
                 return self._send(HTTPStatus.OK, resources.files("steelyard").joinpath(name).read_bytes(), kind)
-            answer: dict[str, Any] | None = None
-            if url.path == "/api/runs":
-                answer = self.runs.listed()
-            elif url.path == "/api/run":
-                answer = self.runs.one(parse_qs(url.query).get("id", [""])[0])
+            answer = self.runs.answer(url.path, parse_qs(url.query, max_num_fields=100))
             if answer is None:
                 return self._send(HTTPStatus.NOT_FOUND, b"{}\n", "application/json")
             body = json.dumps(answer, ensure_ascii=True, allow_nan=False, default=str).encode()
@@ -157,7 +101,11 @@ class Handler(BaseHTTPRequestHandler):
         return name in self.names or (self.is_everywhere and _is_address(name))
 
     def _send(self, status: HTTPStatus, body: bytes, kind: str) -> None:
+        is_long = len(body) > COMPRESSED and "gzip" in self.headers.get("Accept-Encoding", "")
+        body = gzip.compress(body, 1) if is_long else body
         self.send_response(status)
+        if is_long:
+            self.send_header("Content-Encoding", "gzip")
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))
         for name, value in HEADERS.items():
@@ -209,16 +157,6 @@ def _is_address(name: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _moved(state: RunState) -> float:
-    """Time of the last activity of a run."""
-    return max(state.progressed or 0.0, state.began or 0.0)
-
-
-def _name(path: Path) -> str:
-    """A path as text, with invalid UTF-8 replaced, since a browser cannot request it."""
-    return os.fsencode(path).decode("utf-8", "replace")
 
 
 def serve(folder: Path, host: str, port: int) -> None:

@@ -6,10 +6,17 @@
 `clock` is the host's time right after a barrier, for comparing clocks. `layout` is the actual layout, for comparison
 with the requested one. `logged` is the size of `logs/<host>.err` at that time: earlier errors did not stop these ranks.
 `steelyard watch` reads these files.
+
+The files describe the current session. `sessions.jsonl` keeps one object for each, appended by rank 0:
+
+    {"time": 1700000000.0, "step": 300, "repeated": 12, "hosts": ["a1"], "devices": "NVIDIA H200", "layout": {...}}
+
+`step` is the step it resumed at, `repeated` the number of recorded steps that it repeats.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import shutil
@@ -23,7 +30,7 @@ import torch.distributed as dist
 
 from steelyard.core import files
 from steelyard.core.recipe import Recipe
-from steelyard.core.run import Run, versions
+from steelyard.core.run import SESSIONS, Run, versions
 from steelyard.parallel.mesh import Mesh
 from steelyard.parallel.world import World
 from steelyard.sizes.stage_layers import partition_of
@@ -31,8 +38,8 @@ from steelyard.sizes.stage_layers import partition_of
 HOSTS = "hosts"
 
 
-def report(folder: Run, recipe: Recipe, mesh: Mesh, world: World, device: torch.device) -> None:
-    """Write the file of each host, on its first rank. All ranks call this."""
+def report(folder: Run, recipe: Recipe, mesh: Mesh, world: World, device: torch.device, step: int) -> None:
+    """Write the file of each host, on its first rank, and the session from `step` on. All ranks call this."""
     if world.is_rank0:
         shutil.rmtree(folder.path / HOSTS, ignore_errors=True)  # An earlier attempt may have had other hosts.
     if world.size > 1:
@@ -47,6 +54,21 @@ def report(folder: Run, recipe: Recipe, mesh: Mesh, world: World, device: torch.
         reported["logged"] = _size(folder.path / "logs" / f"{own['host']}.err")
         reported |= {"ranks": [each["rank"] for each in here], "process ids": [each["process id"] for each in here]}
         files.write_json(folder.path / HOSTS / f"{own['host']}.json", reported)
+    if world.is_rank0:
+        _add_session(folder, all_ranks, step)
+
+
+def _add_session(folder: Run, all_ranks: list[dict[str, Any]], step: int) -> None:
+    started = {
+        "time": all_ranks[0]["clock"],
+        "step": step,
+        "repeated": folder.repeated_steps,
+        "hosts": list(dict.fromkeys(each["host"] for each in all_ranks)),
+        "devices": ", ".join(sorted({each["device"] for each in all_ranks})),
+        "layout": all_ranks[0]["layout"],
+    }
+    with open(folder.path / SESSIONS, "a", encoding="utf-8") as file:
+        file.write(json.dumps(started) + "\n")
 
 
 def _size(path: Path) -> int:

@@ -129,7 +129,7 @@ class Trainer:
             started = folder.manifest().get("started", now())
             hardware = {"device": str(device), "device_name": devices.name(device), "memory_before": memory_before}
             folder.update(**session(world.size), **hardware, started=started, ended=None)
-        host_info.report(folder, recipe, self.mesh, world, device)
+        host_info.report(folder, recipe, self.mesh, world, device, self.train_state.counters.step)
 
     def train(self, stop: StopRequest) -> str:
         """Run the remaining steps. Returns the state of the run.

@@ -176,6 +176,7 @@ def test_a_run_as_it_was_written_has_no_problems(run, capsys):
 RUN_DAMAGE = {
     "recipe.toml": lambda run: (run / "recipe.toml").write_text("[model"),
     "metrics.jsonl": lambda run: (run / "metrics.jsonl").write_text('{"step": 1\n{"step": 2}\n'),
+    "sessions.jsonl": lambda run: flip(run / "sessions.jsonl", 0),
     "hosts/": lambda run: flip(next((run / "hosts").glob("*.json")), 0),
     "tfevents": lambda run: flip(next((run / "tensorboard").iterdir()), 30),
     ".distcp": lambda run: flip(next((run / "checkpoints").glob("*/*.distcp"))),

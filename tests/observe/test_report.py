@@ -13,7 +13,6 @@ from steelyard.core.recipe import load_recipe
 from steelyard.core.run import Run, for_training
 from steelyard.core.step_ranges import steps_in
 from steelyard.observe import pipeline_balance, report, run_cluster, spans
-from steelyard.observe.report.curves_section import MOST_POINTS, points
 from steelyard.observe.report.timeline_data import choose, pack
 from steelyard.planning import pipeline_sim
 from steelyard.planning.pipeline_sim import Times
@@ -167,7 +166,7 @@ def test_what_ranks_did_is_read_with_its_torn_and_foreign_lines_counted(pipeline
 
 def test_a_packed_timeline_holds_every_span_of_its_whole_steps_and_the_sums_of_all(pipelined):
     found = spans.read(pipelined.path / "timeline")
-    packed = json.loads(pack(found, {0: 0, 1: 1}, requested=[2], most=40))
+    packed = pack(found, {0: 0, 1: 1}, requested=[2], most=40)
     assert packed["stages"] == [0, 1]
     assert packed["whole"] == [0, 1]  # 18 spans each: the one asked for, and the slowest that still fits
     index, start, length = array(packed, "index", "<u4"), array(packed, "start", "<u4"), array(packed, "span", "<u4")
@@ -195,7 +194,7 @@ def test_steps_that_were_asked_for_and_the_slowest_are_carried_whole(in_workplac
 def test_a_step_longer_than_four_seconds_is_packed_in_coarser_ticks(in_workplace):
     run = for_training(load_recipe("tiny.toml"))
     write_spans(run, 0, [(1, "forward", 0, 0, 0, 10**10), (1, "backward", 0, 0, 10**10, 3 * 10**10)])
-    packed = json.loads(pack(spans.read(run.path / "timeline"), {0: 0}))
+    packed = pack(spans.read(run.path / "timeline"), {0: 0})
     assert packed["tick"] == 7
     assert int(array(packed, "start", "<u4")[1]) * packed["tick"] == pytest.approx(10**10, rel=1e-8)
 
@@ -224,14 +223,6 @@ def test_without_a_known_device_there_is_no_prediction_and_the_page_says_why(pip
     page = report.render(pipelined)
     assert "describe it with --cluster FILE" in page
     assert "NaN" not in page[page.rindex("</script>") :]
-
-
-def test_a_long_curve_is_thinned_and_keeps_its_spike():
-    records = [{"step": step, "loss": 50.0 if step == 77_777 else 1.0} for step in range(1, 100_001)]
-    steps, values = points(records, "loss")
-    assert len(steps) <= MOST_POINTS
-    assert max(values) == 50.0
-    assert points([{"step": 1, "loss": None}], "loss") == ([1], [None])
 
 
 def test_steps_are_named_with_their_end_left_out():

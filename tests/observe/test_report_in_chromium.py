@@ -1,6 +1,6 @@
 """Reports as a browser shows them."""
 
-import shutil
+import json
 from pathlib import Path
 
 import pytest
@@ -12,18 +12,6 @@ from steelyard.observe import report
 from tests.observe.test_report import piped, write_spans
 
 pytestmark = pytest.mark.cluster
-
-
-@pytest.fixture(scope="module")
-def browser():
-    sync_api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
-    program = shutil.which("chromium")
-    if program is None:
-        pytest.skip("Chromium is not installed")
-    with sync_api.sync_playwright() as playwright:
-        opened = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
-        yield opened
-        opened.close()
 
 
 @pytest.fixture
@@ -149,6 +137,30 @@ def test_every_curve_of_a_run_on_gpus_is_drawn_and_a_flat_one_stands_at_its_valu
     assert found["MFU"] == pytest.approx([30.1 - 0.04 * 4.8, 34.9 + 0.04 * 4.8])  # It rises over most of its figure.
     assert found["Learning rate"] == pytest.approx([0, 2e-4])
     assert [len(painted(tab, chart)) for chart in range(len(found))] == [1] * len(found)
+    assert complaints == []
+
+
+def test_a_report_opens_with_its_curves_and_no_utilisation_exceeds_its_axis(in_workplace, opened):
+    open_, complaints = opened
+    run = for_training(load_recipe("tiny.toml"))
+    for step in range(1, 50):
+        run.append({"step": step, "loss": 3 / step, "tokens": 64 * step, "mfu": 0.99, "time": 1000.0 + step})
+    for host in ("a1", "a2"):
+        lines = [{"time": 1000.0 + second, "devices": [{"utilisation": 100}]} for second in range(60)]
+        (run.path / "logs" / f"{host}.gpu").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    tab = open_(report.write(run))
+    assert tab.locator("h2").first.inner_text() == "Curves"
+    first = tab.locator("h2, canvas, table").evaluate_all("all => all.map((one) => one.tagName)")
+    assert first.index("CANVAS") < first.index("TABLE")
+    found = ranges(tab)
+    assert found["Utilisation"] == [0, 100]
+    assert found["MFU"] == [0, 100]  # A flat line stands in the middle of its axis, but not above 100%.
+    tab.get_by_role("button", name="time", exact=True).click()
+    assert tab.evaluate("steelyard.charts[0].view()") == [0, 59]
+    assert (
+        tab.evaluate("steelyard.charts.find((one) => one.range && one.lines[0]?.label === 'a1').lines[0].x.length")
+        == 60
+    )
     assert complaints == []
 
 

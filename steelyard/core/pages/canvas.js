@@ -42,11 +42,11 @@ const steelyard = (function () {
 
   // Redraws when the width, the screen's resolution or the colour scheme changes, and when the returned function is
   // called.
-  const drawings = [];
+  let drawings = [];
   function keepDrawn(root, draw) {
     let width = root.clientWidth, due = false;
     const soon = () => {
-      if (due) return;
+      if (due || !root.isConnected) return;
       due = true;
       requestAnimationFrame(() => { due = false; draw(); });
     };
@@ -55,11 +55,15 @@ const steelyard = (function () {
       width = root.clientWidth;
       soon();
     }).observe(root);
-    drawings.push(soon);
+    drawings.push({ root, soon });
     return soon;
   }
-  dark.addEventListener("change", () => { known = null; drawings.forEach((soon) => soon()); });
-  window.addEventListener("resize", () => drawings.forEach((soon) => soon()));
+  function redraw() {
+    drawings = drawings.filter(({ root }) => root.isConnected); // A live page removes charts.
+    drawings.forEach(({ soon }) => soon());
+  }
+  dark.addEventListener("change", () => { known = null; redraw(); });
+  window.addEventListener("resize", redraw);
 
   // Round numbers from `low` to `high`, about `count` of them.
   function ticks(low, high, count) {

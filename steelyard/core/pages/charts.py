@@ -81,6 +81,14 @@ def lines(
     )
 
 
+def curves(runs: Sequence[dict[str, Any]]) -> str:
+    """The curves of runs, one chart per quantity (`curves.js`, which the page must name)."""
+    return (
+        f'<div></div><script type="application/json">{as_script({"kind": "curves", "runs": runs})}</script>'
+        "<script>steelyard.here()</script>"
+    )
+
+
 def bars(at: Sequence[str], shown: Sequence[Bar], y: str, height: int = 300) -> str:
     """Stacked bars, with the stacks of a category side by side."""
     data = [vars(bar) | {"values": [_short(value) for value in bar.values]} for bar in shown]

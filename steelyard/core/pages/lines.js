@@ -4,7 +4,12 @@
 //   lines      [{ run, label, colour, dash, marks, x: [...], y: [... or null], texts }]; x ascends unless `points` is set
 //   group      charts of one group zoom together, and a run that is hidden in one is hidden in all
 //   log        whether the y axis starts as a log scale
+//   limits     [low, high] that the y axis never exceeds; with `fixed` it always spans them
 //   points     the tooltip shows the nearest point, rather than all lines at one x
+// The group of curves.js also has
+//   axis       { label, ticks, short, exact } of the shared x axis
+//   smoothed   the moving average of a line, null without smoothing
+//   paint      draws markers; near(px, at) returns the texts of those at a place
 steelyard.groups = {};
 steelyard.lines = function (root, chart) {
   const { element, sized, theme, colour, ticks, powers, short, exact } = steelyard;
@@ -12,39 +17,51 @@ steelyard.lines = function (root, chart) {
   const alone = { view: null, hidden: new Set(), members: [] };
   const group = chart.group ? (steelyard.groups[chart.group] ??= alone) : alone;
   const hidden = new Set(), lines = chart.lines, height = chart.height - LEGEND;
-  const runs = [...new Set(lines.map((line) => line.run).filter(Boolean))];
-  const labels = [...new Set(lines.map((line) => line.label))];
-  let isLog = Boolean(chart.log), hover = null, held = null;
+  let isLog = Boolean(chart.log), hover = null, held = null, labels = [], entries = new Map(), named = "";
 
   const legend = element("div", root), canvas = element("canvas", root), tip = steelyard.tip(root);
   legend.className = "legend";
   canvas.tabIndex = 0;
   canvas.setAttribute("role", "img");
-  canvas.setAttribute("aria-label", `${chart.title || labels.join(", ")} over ${chart.x}`);
+  const axis = () => group.axis || { label: chart.x, ticks, short, exact };
   const toggle = (set, name) => () => {
     if (!set.delete(name)) set.add(name);
     group.members.forEach((member) => member.soon());
     return !set.has(name);
   };
-  const entries = new Map();
-  for (const run of runs) {
-    const look = lines.find((line) => line.run === run);
-    entries.set(run, steelyard.entry(legend, { colour: look.colour }, run, toggle(group.hidden, run)));
-  }
-  if (!runs.length || labels.length > 1)
-    for (const label of labels) {
-      const { colour: own, dash, marks } = lines.find((line) => line.label === label);
-      const look = { colour: runs.length ? "var(--quiet)" : own, dash, area: marks === "only" };
-      steelyard.entry(legend, look, label, toggle(hidden, label));
+  // The legend is made again only if its entries change, so that a live chart keeps the focus.
+  function makeLegend() {
+    const runs = [...new Set(lines.map((line) => line.run).filter(Boolean))];
+    labels = [...new Set(lines.map((line) => line.label))];
+    const names = JSON.stringify([runs, labels, mayBeLog()]);
+    if (names === named) return;
+    named = names;
+    canvas.setAttribute("aria-label", `${chart.title || labels.join(", ")} over ${axis().label}`);
+    legend.replaceChildren();
+    entries = new Map();
+    for (const run of runs) {
+      const look = lines.find((line) => line.run === run);
+      entries.set(run, steelyard.entry(legend, { colour: look.colour }, run, toggle(group.hidden, run)));
     }
-  if (mayBeLog()) {
-    const scale = element("button", legend);
-    scale.className = "scale";
-    scale.type = "button";
-    const setLabel = () => { scale.textContent = isLog ? "linear scale" : "log scale"; };
-    scale.onclick = () => { isLog = !isLog; setLabel(); soon(); };
-    setLabel();
+    if (!runs.length || labels.length > 1)
+      for (const label of labels) {
+        const { colour: own, dash, marks } = lines.find((line) => line.label === label);
+        const look = { colour: runs.length ? "var(--quiet)" : own, dash, area: marks === "only" };
+        const button = steelyard.entry(legend, look, label, toggle(hidden, label));
+        button.setAttribute("aria-pressed", String(!hidden.has(label)));
+      }
+    if (mayBeLog()) {
+      const scale = element("button", legend);
+      scale.className = "scale";
+      scale.type = "button";
+      const setLabel = () => { scale.textContent = isLog ? "linear scale" : "log scale"; };
+      scale.onclick = () => { isLog = !isLog; setLabel(); soon(); };
+      setLabel();
+    }
+    sync();
   }
+  const sync = () =>
+    entries.forEach((button, run) => button.setAttribute("aria-pressed", String(!group.hidden.has(run))));
 
   // Visible lines and their ranges.
   const shown = () => lines.filter((line) => !group.hidden.has(line.run) && !hidden.has(line.label));
@@ -52,7 +69,7 @@ steelyard.lines = function (root, chart) {
   const nameOf = (line) => (line.run && labels.length > 1 ? `${cut(line.run)}, ${line.label}` : cut(line.run) || line.label);
   function mayBeLog() {
     const [low, high] = extent(lines.map((line) => line.y));
-    return low > 0 && high / low > 4;
+    return low > 0 && !chart.fixed && high / low > (group.axis ? 1.2 : 4);
   }
   function extent(arrays) {
     let [low, high] = [Infinity, -Infinity];
@@ -64,17 +81,25 @@ steelyard.lines = function (root, chart) {
       }
     return [low, high];
   }
+  const xs = () => (shown().length ? shown() : lines).map((line) => line.x);
   function wholeX() {
-    const [low, high] = extent((shown().length ? shown() : lines).map((line) => line.x));
+    const [low, high] = extent(group.members.length > 1 ? group.members.flatMap((member) => member.xs()) : xs());
+    if (low > high) return [0, 1];
     if (low === high) return chart.points && low > 0 ? [0, 2 * low] : [low - 1, low + 1];
     const margin = chart.points ? 0.02 * (high - low) : 0; // A point on the edge would be clipped.
     return [low - margin, high + margin];
   }
-  function rangeY([from, to]) {
-    const inside = (line) => line.y.filter((value, at) => line.x[at] >= from && line.x[at] <= to && !(isLog && value <= 0));
-    const [low, high] = extent(shown().map(inside));
+  function rangeY(view) {
+    if (chart.fixed && !isLog) return chart.limits;
+    const [low, high] = freeY(view), [least, most] = chart.limits || [-Infinity, Infinity];
+    return [isLog ? low : Math.max(low, least), Math.min(high, most)];
+  }
+  function freeY([from, to]) {
+    const inside = (line, y) => y.filter((value, at) => line.x[at] >= from && line.x[at] <= to && !(isLog && value <= 0));
+    const [low, high] = extent(shown().flatMap((line) => [inside(line, line.y), inside(line, group.smoothed?.(line) || [])]));
     if (low > high) return isLog ? [1, 10] : [0, 1];
-    if (low === high) return low === 0 ? [-1, 1] : isLog ? [low / 2, low * 2] : [Math.min(0, 2 * low), Math.max(0, 2 * low)];
+    const isFlat = high - low <= 1e-9 * Math.max(Math.abs(low), Math.abs(high)); // but for rounding
+    if (isFlat) return low === 0 ? [-1, 1] : isLog ? [low / 2, low * 2] : [Math.min(0, 2 * low), Math.max(0, 2 * low)];
     if (isLog) return [low / Math.pow(high / low, 0.04), high * Math.pow(high / low, 0.04)];
     return [low - 0.04 * (high - low), high + 0.04 * (high - low)];
   }
@@ -95,7 +120,14 @@ steelyard.lines = function (root, chart) {
     pen.beginPath();
     pen.rect(LEFT, TOP - 4, at.right - LEFT + 1, at.base - TOP + 8);
     pen.clip();
-    for (const line of shown()) trace(pen, line, at);
+    group.paint?.(pen, { ...at, top: TOP });
+    for (const line of shown()) {
+      const smooth = group.smoothed?.(line);
+      if (smooth) pen.globalAlpha = 0.25;
+      trace(pen, line, line.y, at);
+      pen.globalAlpha = 1;
+      if (smooth) trace(pen, { ...line, marks: "" }, smooth, at);
+    }
     if (held) {
       pen.globalAlpha = 0.18;
       pen.fillStyle = theme().link;
@@ -111,7 +143,7 @@ steelyard.lines = function (root, chart) {
     pen.textAlign = "left";
     pen.fillText(chart.y, 2, 10);
     pen.textAlign = "right";
-    pen.fillText(group.view ? `${chart.x}; double click shows all` : chart.x, at.right, height - 3);
+    pen.fillText(group.view ? `${axis().label}; double click shows all` : axis().label, at.right, height - 3);
     pen.textBaseline = "middle";
     const many = Math.max(2, Math.floor((at.base - TOP) / 38));
     for (const value of (isLog ? powers : ticks)(at.low, at.high, many)) {
@@ -124,22 +156,22 @@ steelyard.lines = function (root, chart) {
     pen.textBaseline = "alphabetic";
     pen.textAlign = "center";
     pen.fillStyle = quiet;
-    for (const value of ticks(at.view[0], at.view[1], Math.max(2, Math.floor((at.right - LEFT) / 70)))) {
-      pen.fillText(short(value), at.x(value), at.base + 14);
+    for (const value of axis().ticks(at.view[0], at.view[1], Math.max(2, Math.floor((at.right - LEFT) / 70)))) {
+      pen.fillText(axis().short(value), at.x(value), at.base + 14);
       pen.fillRect(Math.round(at.x(value)), at.base, 1, 4);
     }
   }
   // A value that is not a number interrupts the line; a single value between two gaps is drawn as a dot.
-  function trace(pen, line, at) {
+  function trace(pen, line, y, at) {
     pen.strokeStyle = pen.fillStyle = colour(line.colour);
     pen.lineWidth = 1.6;
     pen.lineJoin = "round";
     pen.setLineDash(DASHES[line.dash] || []);
-    const is = (place) => line.y[place] != null && !(isLog && line.y[place] <= 0);
+    const is = (place) => y[place] != null && !(isLog && y[place] <= 0);
     if (line.marks !== "only") {
       pen.beginPath();
       for (let place = 0, before = false; place < line.x.length; place++) {
-        if (is(place)) pen[before ? "lineTo" : "moveTo"](at.x(line.x[place]), at.y(line.y[place]));
+        if (is(place)) pen[before ? "lineTo" : "moveTo"](at.x(line.x[place]), at.y(y[place]));
         before = is(place);
       }
       pen.stroke();
@@ -147,7 +179,7 @@ steelyard.lines = function (root, chart) {
     pen.setLineDash([]);
     for (let place = 0; place < line.x.length; place++)
       if (is(place) && (line.marks || !(is(place - 1) || is(place + 1))))
-        dot(pen, at.x(line.x[place]), at.y(line.y[place]), line.marks === "only" ? 3.5 : 2.5);
+        dot(pen, at.x(line.x[place]), at.y(y[place]), line.marks === "only" ? 3.5 : 2.5);
   }
   function dot(pen, x, y, radius) {
     pen.beginPath();
@@ -180,7 +212,7 @@ steelyard.lines = function (root, chart) {
   }
   function linesAt(wanted, view) {
     const inside = (x) => x >= view[0] && x <= view[1];
-    const found = shown().map((line) => ({ line, place: nearest(line.x, wanted) }));
+    const found = shown().filter((line) => line.x.length).map((line) => ({ line, place: nearest(line.x, wanted) }));
     const near = found.map(({ line, place }) => line.x[place]).filter(inside);
     if (!near.length) return null;
     const x = near.reduce((best, each) => (Math.abs(each - wanted) < Math.abs(best - wanted) ? each : best));
@@ -203,17 +235,21 @@ steelyard.lines = function (root, chart) {
       return tip.show(event, nameOf(line), rows, line.texts ? line.texts[place] : "");
     }
     const rows = hover.found.map(({ line, place }) => {
-      const value = line.y[place] === null ? "not a number" : exact(line.y[place]);
+      const smooth = group.smoothed?.(line)?.[place] ?? null, own = line.y[place];
+      const value = own === null ? "not a number" : smooth === null ? exact(own) : `${exact(smooth)} (${exact(own)})`;
       return { colour: line.colour, dash: line.dash, name: nameOf(line),
-        value: line.x[place] === hover.x ? value : `${value} at ${exact(line.x[place])}` };
+        value: line.x[place] === hover.x ? value : `${value} at ${axis().exact(line.x[place])}` };
     });
-    tip.show(event, `${chart.x} ${exact(hover.x)}`, rows);
+    tip.show(event, `${axis().label} ${axis().exact(hover.x)}`, rows, hover.near.join("\n"));
   }
   function look(event) {
     const at = scales(), px = event.clientX - canvas.getBoundingClientRect().left;
     const py = event.clientY - canvas.getBoundingClientRect().top;
     hover = chart.points ? pointAt(px, py, at) : px < LEFT || px > at.right ? null : linesAt(at.back(px), at.view);
-    if (hover) showTip(event);
+    if (hover) {
+      hover.near = group.near?.(px, at) ?? [];
+      showTip(event);
+    }
     else tip.hide();
     soon();
   }
@@ -249,10 +285,9 @@ steelyard.lines = function (root, chart) {
   canvas.addEventListener("dblclick", () => zoom(null));
   canvas.addEventListener("keydown", (event) => event.key === "Escape" && zoom(null));
   const soon = steelyard.keepDrawn(root, draw);
+  makeLegend();
   draw();
-  const sync = () =>
-    entries.forEach((button, run) => button.setAttribute("aria-pressed", String(!group.hidden.has(run))));
-  group.members.push({ soon: () => { sync(); soon(); } });
+  group.members.push({ soon: () => { sync(); soon(); }, xs });
   return { range: () => rangeY(group.view || wholeX()), view: () => group.view || wholeX(), lines, shown,
-    update: (newer) => { lines.splice(0, lines.length, ...newer); soon(); } };
+    isLog: () => isLog, update: (newer) => { lines.splice(0, lines.length, ...newer); makeLegend(); soon(); } };
 };

@@ -1,8 +1,10 @@
 "use strict";
 // Draws a packed timeline (observe/report/timeline_data.py) on a canvas: a strip of all steps to choose from, and below it the
-// chosen steps with three lanes per rank. Text from the run is added to the page only as textContent.
+// chosen steps with three lanes per rank, and under them, pale, the compute that the planner predicts. Text from the run is added to the page only as textContent.
 function steelyardTimeline(root, packed) {
-  const LABEL = 92, LANE = 9, GROUP = 3 * LANE + 6, GAP = 10, AXIS = 22, VIEW = 560, STRIP = 90;
+  const forecast = packed.predicted?.spans || [], hasLabels = (packed.hosts || []).some(Boolean);
+  const LABEL = hasLabels && root.clientWidth > 600 ? 150 : 92, LANE = 10, LANES = forecast.length ? 4 : 3;
+  const GROUP = LANES * LANE + (LANES === 3 && hasLabels ? 14 : 6), GAP = 10, AXIS = 22, VIEW = 560, STRIP = 90;
   const { element, sized, theme, bytes } = steelyard;
   const data = {
     steps: new Int32Array(bytes(packed.steps)), begin: new Float64Array(bytes(packed.begin)),
@@ -10,6 +12,7 @@ function steelyardTimeline(root, packed) {
     index: new Uint32Array(bytes(packed.index)), start: new Uint32Array(bytes(packed.start)),
     span: new Uint32Array(bytes(packed.span)), name: new Uint8Array(bytes(packed.name)),
     stage: new Int16Array(bytes(packed.stage)), micro: new Int16Array(bytes(packed.micro)),
+    first: new Float32Array(bytes(packed.first)),
   };
   const { ranks, stages, names, lanes, colours, whole } = packed;
   const ms = packed.tick / 1e6, count = data.steps.length;
@@ -26,6 +29,11 @@ function steelyardTimeline(root, packed) {
     steelyard.swatch(entry, { colour: colours[number], area: true });
     entry.append(name);
   });
+  if (forecast.length) {
+    const entry = element("span", legend);
+    steelyard.swatch(entry, { colour: "var(--quiet)", area: true, faded: true });
+    entry.append("predicted");
+  }
   const strip = element("canvas", root);
   strip.title = "every timed step; click one, or drag over several";
   const bar = element("div", root);
@@ -157,12 +165,13 @@ function steelyardTimeline(root, packed) {
       const at = y - top;
       if (at + GROUP < AXIS || at > visible) continue;
       pen.fillStyle = theme().raised;
-      for (let lane = 0; lane < 3; lane++) pen.fillRect(LABEL, at + lane * LANE, width, LANE - 1);
+      for (let lane = 0; lane < LANES; lane++) pen.fillRect(LABEL, at + lane * LANE, width, LANE - 1);
       for (let step = chosen[0]; step <= chosen[1]; step++) {
         const begin = data.begin[step] - data.begin[chosen[0]];
         if (begin > view[1] || begin + data.length[step] < view[0]) continue;
         if (wholeAt.has(step)) spansOf(pen, wholeAt.get(step), place, begin, at, x, scale);
         else sumsOf(pen, step, place, begin, at, x, scale);
+        forecastOf(pen, step, place, begin, at, x, scale);
       }
     }
     pen.restore();
@@ -207,6 +216,17 @@ function steelyardTimeline(root, packed) {
     }
     pen.globalAlpha = 1;
   }
+  // The prediction begins with the first pass of the step.
+  function forecastOf(pen, step, rank, begin, at, x, scale) {
+    pen.globalAlpha = 0.55;
+    for (const [stage, , colour, , micro, start, span] of forecast) {
+      const left = begin + data.first[step] + start;
+      if (stage !== stages[rank] || left > view[1] || left + span < view[0]) continue;
+      pen.fillStyle = micro % 2 ? mixed(colour, 0.38) : colour;
+      pen.fillRect(x(left), at + 3 * LANE, Math.max(0.5, span * scale - (span * scale > 3 ? 0.5 : 0)), LANE - 1);
+    }
+    pen.globalAlpha = 1;
+  }
   function labels(pen, found, top, visible, width) {
     pen.save();
     pen.beginPath();
@@ -225,18 +245,19 @@ function steelyardTimeline(root, packed) {
       pen.font = "11px system-ui, sans-serif";
       pen.textAlign = "right";
       pen.fillStyle = theme().ink;
-      pen.fillText("rank " + ranks[place], LABEL - 8, at + 11);
-      if (isFirst && new Set(stages).size > 1) {
-        pen.fillStyle = theme().quiet;
-        pen.fillText("stage " + stages[place], LABEL - 8, at + 24);
-      }
+      const isStaged = isFirst && new Set(stages).size > 1;
+      const more = hasLabels ? [packed.hosts[place], packed.devices[place]] : isStaged ? ["stage " + stages[place]] : [];
+      const name = "rank " + ranks[place] + (hasLabels && isStaged ? ", stage " + stages[place] : "");
+      pen.fillText(name, LABEL - 8, at + 10, LABEL - 10);
+      pen.fillStyle = theme().quiet;
+      more.forEach((text, line) => pen.fillText(text, LABEL - 8, at + 23 + 12 * line, LABEL - 10));
     }
     pen.restore();
   }
   function axis(pen, x, width, visible) {
     pen.font = "11px system-ui, sans-serif";
     pen.textAlign = "center";
-    for (const tick of steelyard.ticks(view[0], view[1], 8)) {
+    for (const tick of steelyard.ticks(view[0], view[1], Math.max(2, Math.min(8, Math.floor((width - LABEL) / 75))))) {
       pen.fillStyle = theme().quiet;
       pen.fillText(round(tick) + " ms", x(tick), 12);
       pen.fillStyle = "rgba(90,107,123,.25)";
@@ -294,7 +315,7 @@ function steelyardTimeline(root, packed) {
   });
   function hover(event) {
     const box = canvas.getBoundingClientRect(), time = timeAt(event), y = event.clientY - box.top + scroller.scrollTop;
-    const row = rows().found.find((each) => y >= each.y && y < each.y + 3 * LANE);
+    const row = rows().found.find((each) => y >= each.y && y < each.y + LANES * LANE);
     const text = row && event.clientX > box.left + LABEL ? tooltip(row.place, Math.floor((y - row.y) / LANE), time) : null;
     if (text === null) tip.hide();
     else tip.show(event, text);
@@ -303,7 +324,9 @@ function steelyardTimeline(root, packed) {
     for (let step = chosen[0]; step <= chosen[1]; step++) {
       const begin = data.begin[step] - data.begin[chosen[0]];
       if (time < begin || time > begin + data.length[step]) continue;
-      const head = "rank " + ranks[rank] + ", step " + data.steps[step];
+      const where = hasLabels ? " on " + packed.hosts[rank] + " (" + packed.devices[rank] + ")" : "";
+      const head = "rank " + ranks[rank] + where + ", step " + data.steps[step];
+      if (lane === 3) return forecastTold(stages[rank], time - begin - data.first[step], head);
       if (!wholeAt.has(step)) return sumsTold(step, rank, lane, head);
       const cell = wholeAt.get(step) * ranks.length + rank, slack = ((view[1] - view[0]) / canvas.clientWidth) * 2;
       let best = -1, nearest = slack;
@@ -319,6 +342,12 @@ function steelyardTimeline(root, packed) {
         round(data.start[best] * ms) + " ms of the step\n" + head;
     }
     return null;
+  }
+  function forecastTold(stage, time, head) {
+    const found = forecast.find(([own, , , , , start, span]) => own === stage && time >= start && time <= start + span);
+    if (!found) return null;
+    const [, kind, , part, micro, , span] = found;
+    return "predicted " + kind + " of micro-batch " + micro + ", stage " + part + "\n" + round(span) + " ms\n" + head;
   }
   function sumsTold(step, rank, lane, head) {
     const lines = [];

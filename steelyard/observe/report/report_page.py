@@ -6,21 +6,21 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from steelyard.core import files, secrets, units
+from steelyard.core import files, units
 from steelyard.core.errors import UserError
 from steelyard.core.pages import charts, page
-from steelyard.core.recipe import Recipe, to_toml
-from steelyard.core.recipe.toml import leaves
 from steelyard.core.run import Run
-from steelyard.observe.report import curves_section
-from steelyard.observe.report.curves_section import is_number
-from steelyard.observe.report.devices_section import devices
+from steelyard.observe.host_logs import is_number
+from steelyard.observe.report.attempts_section import attempts_section
 from steelyard.observe.report.logs_section import last_errors
 from steelyard.observe.report.pipeline_section import pipeline_sections
 from steelyard.observe.report.profile_section import profile_section
+from steelyard.observe.report.recipe_section import recipes
 from steelyard.observe.report.timeline_data import MOST_SPANS
-from steelyard.observe.report.verdict_section import verdict
+from steelyard.observe.report.verdict_section import boxes, judged
+from steelyard.observe.run_curves import RunCurves
 from steelyard.observe.run_files import read_object
+from steelyard.observe.run_view import curves_view
 
 
 def write(
@@ -46,31 +46,32 @@ def render(runs: Run | Sequence[Run], cluster: Path | None = None, steps: Iterab
     several = [runs] if isinstance(runs, Run) else list(runs)
     named = dict(zip(names(several), several, strict=True))
     records = {name: run.metrics() for name, run in named.items()}
+    states = {name: judged(run) for name, run in named.items()}
+    drawn = [{"name": name} | curves_view(state, RunCurves(state.path)) for name, state in states.items()]
+    verdicts = [boxes(state, name) for name, state in states.items()]
     sections = {
-        "summary": ("Summary", [_summaries(named, records), *(verdict(run, name) for name, run in named.items())]),
-        "curves": ("Curves", [curves_section.draw(records, all(map(_predicts_tokens, several)))]),
+        "curves": ("Curves", [charts.curves(drawn)]),
+        "summary": ("Summary", [*verdicts, _summaries(named, records)]),
     }
     budget = MOST_SPANS // len(several)
     for number, (name, run) in enumerate(named.items()):
         of = f" of {name}" if len(several) > 1 else ""
+        sections[f"attempts-{number}"] = ("Attempts" + of, attempts_section(states[name]))
         for anchor, (title, pieces) in pipeline_sections(run, cluster, steps, budget, number).items():
             sections[f"{anchor}-{number}"] = (title + of, pieces)
         pieces = profile_section(run)
         if pieces:
             sections[f"profile-{number}"] = ("Profile" + of, pieces)
-        pieces = devices(run)
-        if pieces:
-            sections[f"devices-{number}"] = ("Devices" + of, pieces)
         errors = last_errors(run)
         if errors:
             sections[f"errors-{number}"] = ("Last lines on standard error" + of, errors)
     sections["environment"] = ("Environment", [_columns({name: _environment(run) for name, run in named.items()})])
-    sections["recipe"] = ("Recipe", _recipes(named))
+    sections["recipe"] = ("Recipe", recipes(named))
     body = [f"<script>{page.asset('pages/timeline.js', 'steelyard.observe')}</script>"]
     body += [page.contents((anchor, title) for anchor, (title, _) in sections.items())]
     for anchor, (title, pieces) in sections.items():
         body += [page.heading(title, anchor), *pieces]
-    return page.page(", ".join(named), body, charts.SCRIPTS)
+    return page.page(", ".join(named), body, (*charts.SCRIPTS, "curves.js"))
 
 
 def names(runs: Sequence[Run]) -> list[str]:
@@ -168,23 +169,3 @@ def _environment(run: Run) -> dict[str, str]:
     if len(hosts) > 1:
         shown["Hosts"] = ", ".join(hosts)
     return shown | {"Versions": versions}
-
-
-def _recipes(runs: dict[str, Run]) -> list[str]:
-    recipes = {name: run.recipe() for name, run in runs.items()}
-    if len(recipes) == 1:
-        return [page.text(_text(next(iter(recipes.values()))))]
-    flat = {name: dict(leaves(recipe.settings())) for name, recipe in recipes.items()}
-    keys = sorted({key for settings in flat.values() for key in settings})
-    rows = [
-        [key, *(secrets.scrub(str(settings.get(key, "unset"))) for settings in flat.values())]
-        for key in keys
-        if len({repr(settings.get(key)) for settings in flat.values()}) > 1
-    ]
-    what = page.table(rows, head=["differs in", *flat]) if rows else page.paragraph("All have the same recipe.")
-    return [what, *(page.folded(f"recipe of {name}", _text(recipe)) for name, recipe in recipes.items())]
-
-
-def _text(recipe: Recipe) -> str:
-    """The recipe as TOML without secrets: a URL in it may contain a password."""
-    return secrets.scrub(to_toml(recipe.settings()))

@@ -4,6 +4,7 @@ The requested steps, the slowest, the first and the last, and as many others as 
 by span. For every step the sums of each rank by kind are stored, which are drawn for the other steps.
 
     ranks, stages       the ranks, and the pipeline rank of each
+    hosts, devices      the host of each rank and the type of its device; empty if unknown
     names, lanes, colours   of the kinds of spans
     steps, begin, length    of each step: its number (int32), start (float64) and duration (float32), in ms
     sums                ms by step, rank and name (float32)
@@ -12,6 +13,9 @@ by span. For every step the sums of each rank by kind are stored, which are draw
     start, span         of each span, in ticks from its step's begin (uint32)
     name, stage, micro  of each span (uint8, int16, int16)
     tick                nanoseconds
+    first               of each step: ms from its begin to the first pass of any rank (float32)
+    predicted           the planner's timeline of a step: {"spans": [[pipeline rank, kind, colour, stage, micro-batch,
+                        start, duration], ...], in ms from the first pass, "why_none": reason}; absent in plain packs
 """
 
 from __future__ import annotations
@@ -22,15 +26,16 @@ from typing import Any
 
 import numpy as np
 
-from steelyard.core.pages.page import as_script
-from steelyard.observe.spans import KINDS, UNKNOWN, Array, Spans
+from steelyard.observe.spans import COMPUTE, KINDS, UNKNOWN, Array, Spans
 
 MOST_SPANS = 500_000  # 17 bytes each on the page
 SLOWEST = 8
 
 
-def pack(spans: Spans, pipeline_rank: dict[int, int], requested: Iterable[int] = (), most: int = MOST_SPANS) -> str:
-    """The timeline as JSON that is safe inside a script element."""
+def pack(
+    spans: Spans, pipeline_rank: dict[int, int], requested: Iterable[int] = (), most: int = MOST_SPANS
+) -> dict[str, Any]:
+    """The timeline as an object for JSON."""
     whole = choose(spans, requested, most)
     kinds = [KINDS.get(name, UNKNOWN) for name in spans.names]
     packed: dict[str, Any] = {
@@ -44,9 +49,18 @@ def pack(spans: Spans, pipeline_rank: dict[int, int], requested: Iterable[int] =
         "length": _base64(spans.length / 1e6, "<f4"),
         "sums": _base64(spans.sums / 1e6, "<f4"),
         "whole": [int(place) for place in whole],
+        "first": _base64(_first_pass(spans) / 1e6, "<f4"),
     }
-    packed |= _spans(spans, whole)
-    return as_script(packed)
+    return packed | _spans(spans, whole)
+
+
+def _first_pass(spans: Spans) -> Array:
+    """Nanoseconds from the begin of each step to its first pass on any rank."""
+    first = spans.end.copy()
+    for rank in spans.ranks:
+        chosen = np.isin(rank.name, spans.lane(COMPUTE))
+        np.minimum.at(first, np.searchsorted(spans.steps, rank.step[chosen]), rank.start[chosen])
+    return first - spans.begin
 
 
 def choose(spans: Spans, requested: Iterable[int], most: int) -> list[int]:

@@ -11,19 +11,21 @@ from steelyard.observe.run_view import told_of
 from steelyard.observe.verdict import judge
 
 SECONDS_SEARCHED = 5.0  # search time for the first error in error logs, which may be very long
-STYLES = {"ok": "good", "waiting": "warning", "warning": "warning", "wrong": "bad"}
 
 
-def verdict(run: Run, name: str) -> str:
+def judged(run: Run) -> RunState:
+    """The state of a run after its error logs were searched."""
+    return RunState(run.path).refresh().search(SECONDS_SEARCHED)
+
+
+def boxes(state: RunState, name: str) -> str:
     """A box for each verdict, with what to do about it."""
-    boxes = []
-    state = RunState(run.path).refresh().search(SECONDS_SEARCHED)
+    drawn = []
     for found in judge(state):
         reported = told_of(found, state)
         advice = (
             "" if found.level == "ok" else f"\nTo do: {reported['what_to_do']}"
         )  # The advice of a good end is to read the report.
         words = secrets.scrub(reported["message"] + advice)
-        kind = STYLES.get(found.level, "warning")
-        boxes.append(f'<div class="verdict {kind}"><b>{html.escape(name)}</b>: {html.escape(words)}</div>')
-    return "".join(boxes)
+        drawn.append(f'<div class="verdict {found.level}"><b>{html.escape(name)}</b>: {html.escape(words)}</div>')
+    return "".join(drawn)
