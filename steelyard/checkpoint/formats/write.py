@@ -19,7 +19,7 @@ from torch import Tensor
 
 from steelyard.checkpoint import folder as folders
 from steelyard.checkpoint.finite import refuse_nonfinite
-from steelyard.checkpoint.formats import compressed_tensors, safetensors, write_megatron
+from steelyard.checkpoint.formats import compressed_tensors, safetensors, write_gguf, write_megatron
 from steelyard.checkpoint.formats import hf_config as configs
 from steelyard.checkpoint.formats import hf_metadata as extras
 from steelyard.checkpoint.formats.key_mapping import Entry, hugging_face, joined, theirs_size
@@ -42,28 +42,35 @@ WHOLE = MegatronLayout()
 
 @dataclass(frozen=True)
 class Target:
-    """The format and options of a conversion. The layout applies only to Megatron."""
+    """The format and options of a conversion. The layout applies only to Megatron, the quantization to GGUF."""
 
     to: str
     layout: MegatronLayout = WHOLE
     dtype: torch.dtype | None = None
     shard_bytes: int = SHARD_BYTES
     tokenizer: str | None = None
+    quantization: str | None = None
 
 
 def convert(
     source: CheckpointSource, destination: Path, target: Target, complete: Callable[[Path], None] | None = None
 ) -> dict[str, Any]:
     """Write a checkpoint after checking that it can be written; `complete` may change the folder before checksums."""
-    refuse_destination(destination)
+    refuse_destination(destination, is_file=target.to == "gguf")
     check(source, source.config)
     dtype = target.dtype or source.dtype
+    if target.quantization is not None and target.to != "gguf":
+        raise UserError(f"{target.to} checkpoints are not quantized", hint="remove --dtype, or convert --to gguf")
     if target.to != "megatron" and target.layout != WHOLE:
         raise UserError(f"{target.to} checkpoints are not sharded by rank", hint="remove --tensor and --pipeline")
     if target.to.startswith("megatron"):
         refuse_to_write(source.config)
+    if target.to == "gguf":
+        write_gguf.refuse(source.config, destination)
     if source.remark is not None:
         console.warn(source.remark)
+    if target.to == "gguf":
+        return _write_gguf(source, destination, target)
     supply = Supply(source, dtype)
     needed = write_megatron.bytes_of(supply, target.layout) if target.to == "megatron" else supply.bytes
     tokenizer = _tokenizer(source, target.tokenizer)
@@ -97,6 +104,18 @@ def convert(
             "pass a tokenizer with --tokenizer"
         )
     return {"path": str(destination), "format": target.to, "dtype": str(dtype).removeprefix("torch."), "bytes": needed}
+
+
+def _write_gguf(source: CheckpointSource, destination: Path, target: Target) -> dict[str, Any]:
+    """Write one file, whose size is that of its own types: norms stay exact in F32."""
+    kind = target.quantization or write_gguf.NAMES[target.dtype or torch.float16]
+    supply = Supply(source, torch.float32)
+    tokenizer = _tokenizer(source, target.tokenizer)
+    extra = _extra(source, tokenizer, target.tokenizer is not None)
+    with _disk_space(destination, write_gguf.bytes_of(supply, kind)):
+        with console.progress("write gguf", supply.bytes, "bytes") as supply.progress:
+            size = write_gguf.write(supply, destination, kind, tokenizer, extra)
+    return {"path": str(destination), "format": "gguf", "dtype": kind, "bytes": size}
 
 
 def _tokenizer(source: CheckpointSource, named: str | None) -> Tokenizer | None:
