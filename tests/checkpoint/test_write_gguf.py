@@ -83,7 +83,9 @@ def test_a_written_file_is_read_as_the_same_model(tmp_path, name):
         torch.testing.assert_close(back.tensor(each)[:320], held.tensor(each)[:320], rtol=0, atol=2e-7)
 
 
-@pytest.mark.parametrize("name", IN_TRANSFORMERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "qwen2")) for name in IN_TRANSFORMERS]
+)
 def test_transformers_computes_the_same_logits(tmp_path, name):
     path = written(Held(MODELS[name]), tmp_path / "m.gguf", dtype=torch.float32)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf", dtype=torch.float32)

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from steelyard.checkpoint import folder as folders
 from steelyard.checkpoint.finite import refuse_nonfinite
-from steelyard.checkpoint.formats import compressed_tensors, safetensors, write_gguf, write_megatron
 from steelyard.checkpoint.formats import hf_config as configs
 from steelyard.checkpoint.formats import hf_metadata as extras
+from steelyard.checkpoint.formats import safetensors, write_compressed, write_gguf, write_megatron
 from steelyard.checkpoint.formats.key_mapping import Entry, hugging_face, joined, theirs_size
 from steelyard.checkpoint.formats.megatron_args import refuse_to_write
 from steelyard.checkpoint.formats.megatron_layout import MegatronLayout
@@ -83,8 +83,8 @@ def convert(
                 _write_hf(supply, folder, target.shard_bytes)
                 _write_configs(source, folder, dtype, extra)
             elif target.to == "compressed":
-                _write_compressed(supply, folder, target.shard_bytes)
-                _write_configs(source, folder, dtype, extra)
+                write_compressed.write(supply, folder, target.shard_bytes)
+                _write_configs(source, folder, dtype, extra | {"auto_map": write_compressed.AUTO_MAP})
             elif target.to == "steelyard":
                 _write_steelyard(supply, folder, extra)
             else:
@@ -271,39 +271,9 @@ def _shards(entries: Iterable[Entry], supply: Supply, limit: int) -> Iterator[li
     yield shard
 
 
-def _write_compressed(supply: Supply, folder: Path, shard_bytes: int) -> None:
-    """Write a source with a list of `compressed` matrices; it returns each as values and indices."""
-    compressed = set(getattr(supply.source, "compressed", ()))
-    sizes: dict[str, tuple[int, ...]] = {}
-    dtypes: dict[str, torch.dtype] = {}
-    for name, size in supply.sizes.items():
-        if name in compressed:
-            values, indices = compressed_tensors.parts_of(name)
-            *rows, inputs = size
-            sizes |= {values: (*rows, inputs // 2), indices: (*rows, compressed_tensors.indices_of_row(inputs))}
-            dtypes |= {values: supply.dtype, indices: torch.uint8}
-        else:
-            sizes[name], dtypes[name] = size, supply.dtype
-    shards: list[list[str]] = [[]]
-    filled = 0
-    for name, size in sizes.items():
-        filled += math.prod(size) * dtypes[name].itemsize
-        if shards[-1] and filled > shard_bytes:
-            shards.append([])
-            filled = math.prod(size) * dtypes[name].itemsize
-        shards[-1].append(name)
-    about = {"format": compressed_tensors.FORMAT, "version": compressed_tensors.VERSION}
-    for number, shard in enumerate(shards, start=1):
-        file = "sparse.safetensors" if len(shards) == 1 else f"sparse-{number:05d}-of-{len(shards):05d}.safetensors"
-        tensors = (supply.tensor(name)[: sizes[name][0]] for name in shard)
-        for size_written in safetensors.write(
-            folder / file, {name: sizes[name] for name in shard}, dtypes, tensors, about
-        ):
-            supply.progress.advance(size_written)
-
-
 def _write_configs(source: CheckpointSource, folder: Path, dtype: torch.dtype, extra: dict[str, Any]) -> None:
-    files.write_json(folder / "config.json", configs.config_to_hf(source.config, dtype, extra))
+    loader = {"auto_map": extra["auto_map"]} if "auto_map" in extra else {}
+    files.write_json(folder / "config.json", configs.config_to_hf(source.config, dtype, extra) | loader)
     special = {key: extra[key] for key in extras.SPECIAL if extra.get(key) is not None}
     generation = dict(extra.get("generation_config") or {"_from_model_config": True, **special})
     if generation.get("eos_token_id") is None and "eos_token_id" in special:  # transformers reads it only here.
