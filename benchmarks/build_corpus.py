@@ -49,7 +49,7 @@ ROFF_BREAK = re.compile(r"^[.'](?:PP|P|LP|TP|IP|SH|SS|HP|Pp|Sh|It|TQ)\b.*$", re.
 ROFF_FONT = re.compile(r"^[.'](?:B|I|BR|IR|RB|RI|BI|IB|Nm|Ar|Fl|Xr|Fn|Pa|Em|Sy)\s+", re.MULTILINE)
 ROFF_OTHER = re.compile(r"^[.'].*$", re.MULTILINE)
 MAN_PAGE = re.compile(r"/man/man\d[a-z]*/[^/]+\.gz$")
-OTHER_LANGUAGES = re.compile(r"/(?:[a-z]{2}[-_][A-Z]{2}|de|fr|es|it|ja|ru|zh|pl|cs|da|nl|sv|pt|ko|id|vi|ar|fa|tr)/")
+OTHER_LANGUAGES = re.compile(r"/(?:(?!en)[a-z]{2}[-_][A-Z]{2}|de|fr|es|it|ja|ru|zh|pl|cs|da|nl|sv|pt|ko|id|vi|ar|fa|tr)/")
 
 
 def main() -> None:
@@ -134,7 +134,7 @@ def _counter(tokenizer: str | None) -> Any:
 def _write(part: str, packages: dict[str, Path], out: Path, seen: set[bytes], encode: Any) -> dict[str, Any]:
     """Write a part; the digest is that of the uncompressed file, since compressors change."""
     digest, sources = hashlib.sha256(), {}
-    parameters = zstandard.ZstdCompressionParameters.from_level(19, window_log=27, enable_ldm=True)
+    parameters = zstandard.ZstdCompressionParameters.from_level(19, window_log=27, enable_ldm=True, threads=2)
     path = out / f"{part}.jsonl.zst"
     with (
         open(path, "wb") as file,
