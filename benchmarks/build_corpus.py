@@ -22,10 +22,11 @@ import json
 import re
 import subprocess
 import sys
-import tempfile
+import tarfile
 import tomllib
 import zipfile
 from collections.abc import Iterator
+from multiprocessing import Pool
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ import zstandard
 
 LISTED = Path(__file__).with_name("corpus_sources.toml")
 PARTS = ("test", "validation", "train")
+WORKERS = 3
 LIMIT_BYTES = 60 * 2**20
 SHORTEST_DOCUMENT, SHORTEST_PARAGRAPH, FEWEST_WORDS = 300, 60, 9
 STOPWORDS = frozenset(
@@ -49,7 +51,11 @@ ROFF_BREAK = re.compile(r"^[.'](?:PP|P|LP|TP|IP|SH|SS|HP|Pp|Sh|It|TQ)\b.*$", re.
 ROFF_FONT = re.compile(r"^[.'](?:B|I|BR|IR|RB|RI|BI|IB|Nm|Ar|Fl|Xr|Fn|Pa|Em|Sy)\s+", re.MULTILINE)
 ROFF_OTHER = re.compile(r"^[.'].*$", re.MULTILINE)
 MAN_PAGE = re.compile(r"/man/man\d[a-z]*/[^/]+\.gz$")
-OTHER_LANGUAGES = re.compile(r"/(?:(?!en)[a-z]{2}[-_][A-Z]{2}|de|fr|es|it|ja|ru|zh|pl|cs|da|nl|sv|pt|ko|id|vi|ar|fa|tr)/")
+TEXTS = re.compile(r"\.(?:x?html?|page|txt|rst|md|text|info(?:-\d+)?)(?:\.gz)?$|\.dict\.dz$")
+SKIPPED = re.compile(r"/_sources/|/(?:changelog|NEWS)(?:\.Debian)?\.gz$")
+OTHER_LANGUAGES = re.compile(
+    r"/(?:(?!en)[a-z]{2}[-_][A-Z]{2}|de|fr|es|it|ja|ru|zh|pl|cs|da|nl|sv|pt|ko|id|vi|ar|fa|tr)/"
+)
 
 
 def main() -> None:
@@ -140,9 +146,9 @@ def _write(part: str, packages: dict[str, Path], out: Path, seen: set[bytes], en
         open(path, "wb") as file,
         zstandard.ZstdCompressor(compression_params=parameters).stream_writer(file) as writer,
     ):
-        for name, package in packages.items():
+        for name, extracted in zip(packages, pool.imap(_extracted, packages.values()), strict=True):
             counts = {"documents": 0, "bytes": 0, "tokens": 0}
-            for text in _documents(package, seen):
+            for text in _documents(extracted, seen):
                 line = json.dumps({"text": text, "source": name}, ensure_ascii=False).encode() + b"\n"
                 digest.update(line)
                 writer.write(line)
@@ -158,39 +164,51 @@ def _write(part: str, packages: dict[str, Path], out: Path, seen: set[bytes], en
     }  # fmt: skip
 
 
-def _documents(package: Path, seen: set[bytes]) -> Iterator[str]:
-    """The prose of each file of a package, without paragraphs that were seen before."""
-    for name, data in _files(package):
+def _documents(extracted: list[list[str]], seen: set[bytes]) -> Iterator[str]:
+    """The documents of a package, without paragraphs that were seen before."""
+    for paragraphs in extracted:
         kept = []
-        for paragraph in _paragraphs(name, data):
-            text = SPACES.sub(" ", paragraph).strip()
-            if _is_english_prose(text):
-                key = hashlib.blake2b(text.lower().encode(), digest_size=8).digest()
-                if key not in seen:
-                    seen.add(key)
-                    kept.append(text)
+        for text in paragraphs:
+            key = hashlib.blake2b(text.lower().encode(), digest_size=8).digest()
+            if key not in seen:
+                seen.add(key)
+                kept.append(text)
         document = "\n\n".join(kept)
         if len(document) >= SHORTEST_DOCUMENT:
             yield document
 
 
+def _extracted(package: Path) -> list[list[str]]:
+    """The paragraphs of English prose of each file of a package."""
+    found = []
+    for name, data in _files(package):
+        texts = (SPACES.sub(" ", paragraph).strip() for paragraph in _paragraphs(name, data))
+        found.append([text for text in texts if _is_english_prose(text)])
+    return found
+
+
 def _files(package: Path) -> Iterator[tuple[str, bytes]]:
+    """The files of a package that can have prose, by name."""
     if package.suffix == ".whl":
         with zipfile.ZipFile(package) as archive:
             for name in sorted(archive.namelist()):
                 if name.endswith((".py", ".json", ".rst", ".md", ".txt")):
                     yield name, archive.read(name)
         return
-    with tempfile.TemporaryDirectory() as folder:
-        subprocess.run(["dpkg-deb", "-x", str(package), folder], check=True)
-        paths = sorted(str(path) for path in Path(folder).rglob("*") if path.is_file() and not path.is_symlink())
-        for path in paths:
-            name = path.removeprefix(folder)
-            if OTHER_LANGUAGES.search(name) or "/_sources/" in name or name.endswith(("changelog.gz", "NEWS.gz")):
-                continue
-            data = Path(path).read_bytes()
-            is_packed = name.endswith((".gz", ".dz"))
-            yield (name, gzip.decompress(data)) if is_packed else (name, data)
+    found = {}
+    with subprocess.Popen(["dpkg-deb", "--fsys-tarfile", str(package)], stdout=subprocess.PIPE) as unpacking:
+        with tarfile.open(fileobj=unpacking.stdout, mode="r|") as archive:
+            for member in archive:
+                name = member.name.removeprefix(".")
+                is_text = TEXTS.search(name) or MAN_PAGE.search(name)
+                skipped = OTHER_LANGUAGES.search(name) or SKIPPED.search(name)
+                if member.isfile() and is_text and not skipped:
+                    file = archive.extractfile(member)
+                    assert file is not None
+                    found[name] = file.read()
+    for name in sorted(found):
+        data = found.pop(name)
+        yield (name, gzip.decompress(data)) if name.endswith((".gz", ".dz")) else (name, data)
 
 
 def _paragraphs(name: str, data: bytes) -> Iterator[str]:
