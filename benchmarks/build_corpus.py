@@ -142,10 +142,8 @@ def _write(part: str, packages: dict[str, Path], out: Path, seen: set[bytes], en
     digest, sources = hashlib.sha256(), {}
     parameters = zstandard.ZstdCompressionParameters.from_level(19, window_log=27, enable_ldm=True, threads=2)
     path = out / f"{part}.jsonl.zst"
-    with (
-        open(path, "wb") as file,
-        zstandard.ZstdCompressor(compression_params=parameters).stream_writer(file) as writer,
-    ):
+    compressor = zstandard.ZstdCompressor(compression_params=parameters)
+    with Pool(WORKERS) as pool, open(path, "wb") as file, compressor.stream_writer(file) as writer:
         for name, extracted in zip(packages, pool.imap(_extracted, packages.values()), strict=True):
             counts = {"documents": 0, "bytes": 0, "tokens": 0}
             for text in _documents(extracted, seen):
