@@ -51,8 +51,8 @@ def tokenizer_folder(tmp_path, kind: str):
     if kind == "byte-bpe":
         train_byte_bpe(many, 300, ["<|im_end|>"]).save(folder)
     else:
-        options = SentencePieceOptions(type=kind, byte_fallback=True, keep_whitespace=True)
-        train_sentencepiece(many, 320, options).save(folder)
+        options = SentencePieceOptions(type=kind, byte_fallback=kind == "bpe", keep_whitespace=True)
+        train_sentencepiece(many, 320 if kind == "bpe" else 100, options).save(folder)
     return folder
 
 

@@ -129,6 +129,8 @@ def _of_sentencepiece(tokenizer: SentencePieceTokenizer, outer: Tokenizer, vocab
         "tokens": tokens, "scores": scores, "token_type": kinds, "pre": "default", "add_space_prefix": prefix,
     }  # fmt: skip
     if tokenizer.kind == "SentencePiece Unigram":
+        if tokenizer.has_bytes:
+            console.warn("llama.cpp's Unigram uses no byte pieces: characters outside the vocabulary become unknown")
         spaces = {"remove_extra_whitespaces": single_spaces}
         return {"model": "t5", **settings, **spaces, "precompiled_charsmap": character_map}
     if tokenizer.kind != "SentencePiece BPE":
