@@ -156,11 +156,11 @@ def freeze(model: LanguageModel) -> None:
 def put_masks(model: LanguageModel, names: Container[str], seed: int, course: Course) -> None:
     """Replace linear modules of a frozen model by masked ones, and wrap their layers in `MaskedLayer`."""
     kinds = (MaskedLinear, MaskedExperts)
-    replace_linears(
-        model,
-        names,
-        lambda linear, name: kinds[isinstance(linear, ExpertLinear)](linear, course),  # type: ignore[arg-type]
-    )
+
+    def masked_of(linear: Any, _: str) -> nn.Module:
+        return kinds[isinstance(linear, ExpertLinear)](linear, course)
+
+    replace_linears(model, names, masked_of)
     for number, layer in list(model.layers.items()):
         masked = {name: module for name, module in layer.named_modules() if isinstance(module, kinds)}
         if masked:
