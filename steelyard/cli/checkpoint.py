@@ -29,6 +29,7 @@ class CheckpointFormat(StrEnum):
     megatron = "megatron"
     megatron_dist = "megatron-dist"
     steelyard = "steelyard"
+    gguf = "gguf"
 
 
 class StoredDtype(StrEnum):
@@ -37,6 +38,15 @@ class StoredDtype(StrEnum):
     fp32 = "fp32"
     bf16 = "bf16"
     fp16 = "fp16"
+
+
+class WrittenDtype(StrEnum):
+    """Output dtypes of a conversion."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+    fp16 = "fp16"
+    q8_0 = "q8_0"
 
 
 class Layers(StrEnum):
@@ -56,7 +66,7 @@ def register(root: typer.Typer, name: str, help_: str) -> None:
 
 def convert(
     source: SourceArgument,
-    destination: Annotated[Path, typer.Argument(metavar="DST", help="The folder to write.")],
+    destination: Annotated[Path, typer.Argument(metavar="DST", help="The folder to write, or the GGUF file.")],
     to: Annotated[CheckpointFormat, typer.Option(help="The output format.")],
     tensor: Annotated[int, typer.Option(min=1, help="Tensor-parallel size of a megatron checkpoint.")] = 1,
     pipeline: Annotated[int, typer.Option(min=1, help="Pipeline-parallel size of a megatron checkpoint.")] = 1,
@@ -67,7 +77,10 @@ def convert(
     grouped_experts: Annotated[
         bool, typer.Option("--grouped-experts", help="Name the experts as --moe-grouped-gemm of Megatron does.")
     ] = False,
-    dtype: Annotated[StoredDtype | None, typer.Option(help="[default: that of the source]", show_default=False)] = None,
+    dtype: Annotated[
+        WrittenDtype | None,
+        typer.Option(help="q8_0 only for gguf. [default: that of the source; fp16 for gguf]", show_default=False),
+    ] = None,
     shard_size: Annotated[str, typer.Option(help="Maximum size of an hf weight file.")] = "5GB",
     tokenizer: Annotated[
         str | None, typer.Option(help="The tokenizer, if the source has none.", show_default=False)
@@ -77,6 +90,8 @@ def convert(
     """Convert a checkpoint to another format or layout. Needs no GPU and little memory.
 
     Example: steelyard checkpoint convert models/Llama-3.1-70B megatron --to megatron --tensor 8 --pipeline 2
+
+    Example: steelyard checkpoint convert pruned pruned.gguf --to gguf --dtype q8_0
     """
     from steelyard.checkpoint.formats import open_source
     from steelyard.checkpoint.formats.megatron_layout import MegatronLayout
@@ -85,7 +100,9 @@ def convert(
 
     engine = layers is Layers.transformer_engine
     layout = MegatronLayout(tensor, pipeline, _counts(partition) if partition else None, engine, grouped_experts)
-    target = Target(to.value, layout, DTYPES[dtype.value] if dtype else None, _bytes(shard_size), tokenizer)
+    stored = DTYPES.get(dtype.value) if dtype else None
+    quantization = "Q8_0" if dtype is WrittenDtype.q8_0 else None
+    target = Target(to.value, layout, stored, _bytes(shard_size), tokenizer, quantization)
     result = write(open_source(source), destination, target)
     print_result(result, json, f"{destination}: {to.value}, {result['dtype']}, {units.size(result['bytes'])}")
 

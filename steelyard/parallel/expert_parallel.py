@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from steelyard.model import LanguageModel
 from steelyard.model.experts import ExpertLinear, Experts, permuted, sorted_slots
 from steelyard.parallel.mesh import MeshAxis
-from steelyard.parallel.tensor_parallel import ADAPTER_IN, ADAPTER_OUT, Cut, shard_param
+from steelyard.parallel.tensor_parallel import ADAPTER_IN, ADAPTER_OUT, BESIDE_WEIGHT, Cut, shard_param
 
 
 def split(model: LanguageModel, axis: MeshAxis) -> dict[str, Cut]:
@@ -28,7 +28,8 @@ def split(model: LanguageModel, axis: MeshAxis) -> dict[str, Cut]:
         if isinstance(module, Experts):
             module.exchange = ExpertExchange(axis)
         elif isinstance(module, ExpertLinear):
-            for parameter in ("weight", ADAPTER_IN, ADAPTER_OUT):
+            module.expert_part = (axis.index, axis.size)
+            for parameter in ("weight", *BESIDE_WEIGHT, ADAPTER_IN, ADAPTER_OUT):
                 if hasattr(module, parameter):
                     shard_param(module, parameter, 0, f"{path}.{parameter}", axis, cuts)
     return cuts

@@ -59,7 +59,8 @@ def split(model: LanguageModel, axis: MeshAxis, by_sequence: bool) -> dict[str, 
                 elif isinstance(child, ExpertLinear):
                     dim = params[f"{name}.weight"].cut
                     assert dim is not None
-                    for parameter in ("weight", *ADAPTER_CUTS[dim - 1]):
+                    child.part = (dim, axis.index, axis.size)
+                    for parameter in ("weight", *BESIDE_WEIGHT, *ADAPTER_CUTS[dim - 1]):
                         if hasattr(child, parameter):
                             shard_param(child, parameter, dim, f"{where}.{parameter}", axis, cuts)
                 elif isinstance(child, RmsNorm) and any(

@@ -57,6 +57,11 @@ def draw_of(sample_ids_B: Tensor) -> Tensor:
     return torch.cat([first, first * FACTORS[1] + (first >> 32)]).to(torch.int32)
 
 
+def draw_of_step(step: int) -> tuple[int, int]:
+    """Two signed 32-bit numbers that identify a step, for experts: see `masked_linear.MaskedExperts`."""
+    return _signed(step % WORD), _signed(step * FACTORS[1] % WORD)
+
+
 def noise(draw_2: Tensor, salt: tuple[int, int], shape: tuple[int, int, int], place: GroupOffset) -> Tensor:
     """Standard Gumbel noise for a shard of shape (rows, groups of a row, candidates), in fp32.
 
@@ -97,18 +102,18 @@ def soft_choice(logits_OGC: Tensor, noise_OGC: Tensor, scale: Tensor | float, te
 def mask_of(choice_OGC: Tensor, candidates_CM: Tensor, hard: bool) -> Tensor:
     """The mask (O, I) of a soft choice: the mean of the candidates, or the most probable one (the first of ties)."""
     if hard:
-        return candidates_CM[choice_OGC.argmax(dim=-1)].flatten(1)
-    return (choice_OGC @ candidates_CM).flatten(1)
+        return candidates_CM[choice_OGC.argmax(dim=-1)].flatten(-2)
+    return (choice_OGC @ candidates_CM).flatten(-2)
 
 
 def argmax_mask(logits_OGC: Tensor, candidates_CM: Tensor) -> Tensor:
-    """The mask (O, I) of the largest logits, without noise, as bool."""
-    return candidates_CM.bool()[logits_OGC.argmax(dim=-1)].flatten(1)
+    """The mask (O, I) of the largest logits, without noise, as bool; of experts (X, O, I)."""
+    return candidates_CM.bool()[logits_OGC.argmax(dim=-1)].flatten(-2)
 
 
 def prior_shift(mask_OI: Tensor, candidates_CM: Tensor, std: float, strength: float) -> Tensor:
     """The shift of the logits by a prior mask M0: (<M0, Mi> - 1) * std * strength for candidate Mi."""
-    members_OGM = mask_OI.unflatten(1, (-1, candidates_CM.shape[1])).float()
+    members_OGM = mask_OI.unflatten(-1, (-1, candidates_CM.shape[1])).float()
     shift_OGC: Tensor = (members_OGM @ candidates_CM.float().t() - 1) * (std * strength)
     return shift_OGC
 

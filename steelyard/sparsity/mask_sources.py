@@ -72,13 +72,13 @@ class RunMasks:
         """The matrices that have masks."""
         return list(self._sizes)
 
-    def shape(self, name: str) -> tuple[int, int]:
-        """The shape of a matrix, [out, in]."""
-        rows, groups, _ = self._sizes[name]
-        return rows, groups * self.pattern.group
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a weight, [out, in] or [experts, out, in]."""
+        *rows, groups, _ = self._sizes[name]
+        return *rows, groups * self.pattern.group
 
     def logits(self, name: str) -> Tensor:
-        """The logits of a matrix, [out, in / 4, candidates], in fp32."""
+        """The logits of a weight, [out, in / 4, candidates] or with experts before, in fp32."""
         tensor = torch.empty(self._sizes[name])
         checkpoint.load(self.saved, {f"model.{name.removesuffix('weight')}{LOGITS}": tensor})
         return tensor

@@ -2,7 +2,7 @@
 
 A linear module gets a parameter `mask_logits` next to its weight, and multiplies with the weight under a mask that is
 drawn for each micro-batch (`gumbel.py`). The inputs of the layer identify the micro-batch. So a recomputed layer
-draws the same mask again, even if other micro-batches ran in between.
+draws the same mask again, even if other micro-batches ran in between. The masks of experts are drawn once per step.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ class Course:
     course_3: Tensor
     """Scale, temperature and weight_reg of the step."""
     hard: bool
+    step_2: Tensor
+    """Identifies the step: `gumbel.draw_of_step`."""
     dense: bool = False
     """Compute without masks, for the predictions of the dense model."""
 
@@ -76,6 +78,55 @@ class MaskedLinear(Linear):
         return self.product(x, weight, self.bias)
 
 
+class MaskedExperts(ExpertLinear):
+    """The same projection of all experts under masks; the groups of each expert are drawn like those of a matrix.
+
+    One mask is drawn per step: with expert parallelism an expert computes tokens of several micro-batches at once.
+    The noise of a row depends on its number among the rows of all experts.
+    """
+
+    mask_logits: nn.Parameter
+    draw: Tensor | None = None
+
+    def __init__(self, linear: ExpertLinear, course: Course) -> None:
+        nn.Module.__init__(self)
+        self.weight, self.course = linear.weight, course
+        candidates, group = course.candidates_CM.shape
+        experts, rows, columns = linear.weight.shape
+        self.groups = columns // group
+        shape = (experts, rows, self.groups, candidates)
+        self.mask_logits = nn.Parameter(torch.empty(shape, dtype=torch.float32, device=linear.weight.device))
+
+    def forward(self, x_SD: Tensor, counts_X: Tensor) -> Tensor:
+        """The product of each slot with the masked matrix of its expert."""
+        weight_XOI, course = self.weight.to(x_SD.dtype), self.course
+        if not course.dense and self.draw is None:
+            weight_XOI = weight_XOI * gumbel.argmax_mask(self.mask_logits, course.candidates_CM)
+        elif not course.dense:
+            weight_XOI = self._drawn(weight_XOI)
+        return self.product(x_SD, weight_XOI, counts_X)
+
+    def _drawn(self, weight_XOI: Tensor) -> Tensor:
+        course, (dim, index, pieces), (first, ranks) = self.course, self.part, self.expert_part
+        experts, rows, groups, _ = self.mask_logits.shape
+        first *= experts
+        # A rank of the expert axis computes for the micro-batches of all its ranks, but adds the regulariser once.
+        course_3 = torch.cat([course.course_3[:2], course.course_3[2:] * ranks])
+
+        def drawn(weight_OI: Tensor, logits_OGC: Tensor, place: GroupOffset) -> Tensor:
+            return _arithmetic(weight_OI, logits_OGC)(
+                weight_OI, logits_OGC, course.candidates_CM, self.draw, course_3, (0, 0), place, course.hard
+            )
+
+        if dim == 1 and pieces > 1:  # The rows of consecutive experts are not consecutive.
+            places = [
+                GroupOffset((first + number) * rows * pieces + index * rows, 0, groups) for number in range(experts)
+            ]
+            return torch.stack([drawn(*each) for each in zip(weight_XOI, self.mask_logits, places, strict=True)])
+        place = GroupOffset(first * rows, index * groups if dim == 2 else 0, self.groups)
+        return drawn(weight_XOI.flatten(0, 1), self.mask_logits.flatten(0, 1), place).view_as(weight_XOI)
+
+
 def masked_sizes(recipe: Recipe) -> dict[str, tuple[int, ...]]:
     """The weights of the whole model that the recipe selects, and their sizes."""
     assert recipe.sparsity is not None
@@ -104,9 +155,14 @@ def freeze(model: LanguageModel) -> None:
 
 def put_masks(model: LanguageModel, names: Container[str], seed: int, course: Course) -> None:
     """Replace linear modules of a frozen model by masked ones, and wrap their layers in `MaskedLayer`."""
-    replace_linears(model, names, lambda linear, name: MaskedLinear(linear, course))
+    kinds = (MaskedLinear, MaskedExperts)
+
+    def masked_of(linear: Any, _: str) -> nn.Module:
+        return kinds[isinstance(linear, ExpertLinear)](linear, course)
+
+    replace_linears(model, names, masked_of)
     for number, layer in list(model.layers.items()):
-        masked = {name: module for name, module in layer.named_modules() if isinstance(module, MaskedLinear)}
+        masked = {name: module for name, module in layer.named_modules() if isinstance(module, kinds)}
         if masked:
             salts = [gumbel.salt_of(seed, f"layers.{number}.{name}.weight") for name in masked]
             salts_N2 = torch.tensor(salts, dtype=torch.int32, device=course.candidates_CM.device)
@@ -116,7 +172,8 @@ def put_masks(model: LanguageModel, names: Container[str], seed: int, course: Co
 def course_of(sparsity: SparsitySection, device: torch.device) -> Course:
     """The shared values of a run's masked modules, before its first step."""
     candidates = Pattern.parse(sparsity.pattern).candidates().to(device)
-    return Course(candidates, torch.ones(3, device=device), sparsity.hard)
+    step_2 = torch.zeros(2, dtype=torch.int32, device=device)
+    return Course(candidates, torch.ones(3, device=device), sparsity.hard, step_2)
 
 
 def _arithmetic(weight_OI: Tensor, logits_OGC: Tensor) -> Callable[..., Tensor]:
@@ -135,7 +192,7 @@ class MaskedLayer(TransformerLayer):
     Salts are tensors: numbers would be compiled as constants, and every layer would need its own graph.
     """
 
-    def __init__(self, layer: nn.Module, masked: list[MaskedLinear], salts_N2: Tensor) -> None:
+    def __init__(self, layer: nn.Module, masked: list[MaskedLinear | MaskedExperts], salts_N2: Tensor) -> None:
         nn.Module.__init__(self)
         for name, child in layer._modules.items():  # Also norms that are None.
             self.add_module(name, child)
@@ -144,9 +201,9 @@ class MaskedLayer(TransformerLayer):
     def compute(self, x_BLD: Tensor, inputs: LayerInputs) -> tuple[Tensor, RouterOutput | None]:
         """Set the draws, then compute; recomputation in the backward pass sets them again."""
         sample_ids_B = inputs.sample_ids_B
-        draws: list[Tensor | None] = [None] * len(self.masked)
-        if sample_ids_B is not None and self.training:
-            draws = list((gumbel.draw_of(sample_ids_B) + self.salts_N2).unbind())
-        for linear, draw in zip(self.masked, draws, strict=True):
-            linear.draw = draw
+        is_drawn = sample_ids_B is not None and self.training
+        of_batch_2 = gumbel.draw_of(sample_ids_B) if is_drawn and sample_ids_B is not None else None
+        for linear, salt_2 in zip(self.masked, self.salts_N2, strict=True):
+            draw_2 = linear.course.step_2 if isinstance(linear, MaskedExperts) else of_batch_2
+            linear.draw = draw_2 + salt_2 if is_drawn and draw_2 is not None else None
         return super().compute(x_BLD, inputs)

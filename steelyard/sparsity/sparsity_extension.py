@@ -145,6 +145,7 @@ class LearnedMasks(Extension):
         assert self.course is not None
         values = torch.tensor([scale, temperature, weight_reg * factor])
         self.course.course_3.copy_(values, non_blocking=True)
+        self.course.step_2.copy_(torch.tensor(gumbel.draw_of_step(step), dtype=torch.int32), non_blocking=True)
 
     def metrics(self) -> dict[str, float]:
         """Mean largest mask probability, and shares of masks that changed since the last record or left the prior."""

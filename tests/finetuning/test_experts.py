@@ -165,7 +165,6 @@ REFUSED = {
     "finetune.base_precision": ([LORA, "finetune.base_precision=nf4"], "not available for models with experts"),
     "finetune.adapter.kind": (["finetune.adapter.kind=dora", EXPERTS], "DoRA is not available for experts"),
     "finetune.adapter.targets": (["finetune.adapter.targets=['exprets']"], "exprets is no matrix"),
-    "learned": (["sparsity.method=learned"], '"learned" does not support experts'),
     "sr-ste": (["sparsity.method=sr-ste"], '"sr-ste" does not support experts'),
     "distill": (
         ["sparsity.method=learned", "sparsity.exclude=['experts']", "sparsity.distill=0.5"],

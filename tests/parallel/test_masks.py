@@ -84,6 +84,27 @@ def test_masks_are_learned_alike_on_a_layout(layouts: Layouts, alone: dict[str, 
     assert_alike(run, alone[family])
 
 
+@pytest.fixture(scope="session")
+def experts_alone(layouts: Layouts) -> Run:
+    return learn(layouts, 1, "experts")
+
+
+EXPERT_LAYOUTS = {
+    "tensor": (2, parallel(tensor=2)),
+    "pipeline": (2, parallel(pipeline=2)),
+    "expert": (2, parallel(expert=2, zero=1)),
+    "expert x tensor zero 3": (4, parallel(expert=2, tensor=2, zero=3)),
+}
+
+
+@pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
+def test_masks_of_experts_are_learned_alike_on_a_layout(layouts: Layouts, experts_alone: Run, layout: str):
+    size, overrides = EXPERT_LAYOUTS[layout]
+    run = learn(layouts, size, "experts", *overrides)
+    assert_alike(run, experts_alone)
+    assert logits(run)["model.layers.3.mlp.experts.down.mask_logits"].shape == (4, 32, 6, 6)
+
+
 def test_the_regulariser_is_no_smaller_than_what_layouts_are_held_to(layouts: Layouts, alone: dict[str, Run]):
     without = learn(layouts, 1, "gpt", "sparsity.weight_reg=[0.0, 0.0]")
     assert difference(without.metrics(), alone["gpt"].metrics()) > 100 * ROUNDING

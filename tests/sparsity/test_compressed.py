@@ -1,6 +1,9 @@
 """Compressed 2:4 checkpoints: written from anything that is 2:4, read as dense or as they are, refused when broken."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -17,7 +20,7 @@ from steelyard.sparsity.patterns import Pattern
 from steelyard.sparsity.pruned_source import opened
 from steelyard.sparsity.semi_structured import compressible, export, packed
 from steelyard.sparsity.target_modules import maskable
-from tests.checkpoint.models import SHAPES, Held, assert_equal
+from tests.checkpoint.models import EXPERTS, SHAPES, Held, assert_equal
 
 PATTERN = Pattern.parse("2:4")
 SPARED = "layers.1.mlp.up.weight"
@@ -25,10 +28,11 @@ SPARED = "layers.1.mlp.up.weight"
 
 def pruned(name, dtype=torch.bfloat16, spared=()):
     """A model of a kind in which every matrix of the layers but some is 2:4."""
-    held = Held(SHAPES[name], dtype=dtype)
+    held = Held((SHAPES | EXPERTS)[name], dtype=dtype)
     for weight, tensor in held.parameters.items():
-        if weight.startswith("layers.") and tensor.ndim == 2 and weight not in spared:
-            tensor.mul_(PATTERN.keep_best(tensor.abs()))
+        if weight.startswith("layers.") and tensor.ndim > 1 and weight not in spared and ".router." not in weight:
+            rows = tensor.view(-1, tensor.shape[-1])  # of all experts
+            rows.mul_(PATTERN.keep_best(rows.abs()))
     return held
 
 
@@ -51,6 +55,44 @@ def test_a_compressed_model_says_what_the_pruned_one_says_to_the_bit(tmp_path, n
     sizes = [place.size[0] * place.size[1] * place.dtype.itemsize for key, place in read.places.items()
              if key.endswith((".values", ".indices"))]  # fmt: skip
     assert sum(sizes) * 16 == 9 * sum(2 * matrix.numel() for matrix in matrices)
+
+
+LOAD = """
+import json, runpy, sys
+from pathlib import Path
+sys.modules["steelyard"] = None  # Its import fails.
+import torch, transformers
+for folder in map(Path, sys.argv[1:]):
+    sys.argv = ["expand_sparse.py", f"{folder}-dense"]
+    runpy.run_path(str(folder / "expand_sparse.py"), run_name="__main__")
+    for path, remote in ((folder, True), (f"{folder}-dense", False)):
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, trust_remote_code=remote, dtype=torch.float32)
+        with torch.inference_mode():
+            logits = model(torch.arange(12)[None]).logits
+        print(json.dumps([type(model).__name__, logits.tolist()]))
+"""
+
+
+@pytest.mark.slow
+def test_transformers_loads_the_folder_without_steelyard(tmp_path):
+    names = {"gpt": "GPT2LMHeadModel", "llama-tied": "LlamaForCausalLM", "mixtral": "MixtralForCausalLM"}
+    sources = {name: pruned(name) for name in names}
+    for name, source in sources.items():
+        export(source, tmp_path / name, None, allow_dense=False)
+    folders = [str(tmp_path / name) for name in names]
+    home = {**os.environ, "HF_HOME": str(tmp_path / "home")}
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD, *folders], capture_output=True, text=True, timeout=900, cwd="/", env=home
+    )
+    assert done.returncode == 0, done.stderr
+    loaded = iter(map(json.loads, done.stdout.splitlines()))
+    for name, source in sources.items():
+        expected = logits(source)[..., : source.config.vocab]
+        for _ in range(2):
+            kind, found = next(loaded)
+            assert kind == names[name]
+            torch.testing.assert_close(torch.tensor(found), expected, rtol=1e-4, atol=1e-4)
+        assert_equal(open_source(tmp_path / f"{name}-dense"), source)
 
 
 def test_many_weights_are_written_to_several_files(tmp_path):

@@ -8,6 +8,7 @@ from steelyard.checkpoint.formats.write import Target, convert
 from steelyard.core.recipe.families.moe import MixtralConfig
 from steelyard.model.experts import ExpertLinear
 from steelyard.sparsity.calibration import Calibration, windows
+from steelyard.sparsity.mask_export import write
 from steelyard.sparsity.mask_file import MaskFile
 from steelyard.sparsity.patterns import Pattern
 from steelyard.sparsity.prune import prune
@@ -17,6 +18,7 @@ from steelyard.sparsity.semi_structured import export
 from steelyard.sparsity.target_modules import maskable
 from tests.checkpoint.models import Held, assert_equal
 from tests.sparsity import published
+from tests.sparsity.conftest import LEARN, Place
 from tests.sparsity.small import LENGTH, loaded, write_text
 
 CONFIG = MixtralConfig(
@@ -121,3 +123,19 @@ def test_only_experts_or_all_but_experts_are_selected(source, tmp_path):
         after = open_source(out)
         for name in maskable(CONFIG):
             assert (after.tensor(name) == 0).float().mean() == (experts if "experts" in name else others), name
+
+
+def test_masks_of_experts_are_learned_and_exported(place: Place):
+    sizes = "model={family='mixtral', layers=1, hidden=32, heads=4, vocab=97, experts=4, ffn=24}"
+    place.train("experts", sizes, "train.steps=1", "checkpoint.every=0")
+    place.train("masks", sizes, *LEARN, "train.init_from=experts", "train.steps=3", "sparsity.learning_rate=1.0")
+    write("masks", place.path / "hf", "hf")
+    pruned, base = open_source(place.path / "hf"), open_source(place.path / "experts")
+    for part in ("gate", "up", "down"):
+        name = f"layers.0.mlp.experts.{part}.weight"
+        weight, before = pruned.tensor(name), base.tensor(name)
+        assert weight.shape[0] == 4
+        kept = weight != 0
+        assert (kept.unflatten(-1, (-1, 4)).sum(-1) == 2).all()
+        assert torch.equal(weight[kept], before[kept].to(weight.dtype))
+        assert not torch.equal(kept[0], kept[1])

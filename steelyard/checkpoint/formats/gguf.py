@@ -24,12 +24,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from steelyard.checkpoint.formats import gguf_blocks, gguf_tokenizer
-from steelyard.checkpoint.formats.key_mapping import Entry, gguf_llama
+from steelyard.checkpoint.formats import gguf_architectures, gguf_blocks, gguf_tokenizer
+from steelyard.checkpoint.formats.key_mapping import Entry
 from steelyard.checkpoint.formats.mapped_tensors import Mapped, Store
-from steelyard.checkpoint.formats.source import first_problem
 from steelyard.core.errors import CorruptFileError, UserError
-from steelyard.core.recipe.families.llama import LlamaConfig
+from steelyard.core.recipe.model_section import RotaryConfig
 from steelyard.core.recipe.rope_scaling import RopeScaling
 from steelyard.model.rope import scaled
 from steelyard.text.tokenizer import Tokenizer
@@ -71,11 +70,11 @@ def opened(path: Path) -> GgufSource | None:
     settings, tensors = _Reader(path).read()
     layout = {"files": 1, "types": sorted({tensor.kind.name for tensor in tensors.values()})}
     divisors = tensors.pop(ROPE_FREQS, None)
-    config = _config(settings, tensors, str(path))
+    config = gguf_architectures.config_of(settings, "output.weight" not in tensors, str(path))
     if divisors is not None:
         config = config.model_copy(update={"rope_scaling": _rope_scaling(config, divisors)})
     store = _File(tensors)
-    entries = gguf_llama(config, rotated=settings["general.architecture"] == "llama")
+    entries = gguf_architectures.entries_of(config, settings["general.architecture"])
     source = GgufSource("gguf", path, config, store, entries, layout)
     source.settings = settings
     ids = {f"{name}_token_id": settings.get(f"tokenizer.ggml.{name}_token_id") for name in SPECIAL}
@@ -88,42 +87,7 @@ def opened(path: Path) -> GgufSource | None:
     return source
 
 
-def _config(settings: dict[str, Any], tensors: dict[str, _Tensor], where: str) -> LlamaConfig:
-    name = settings.get("general.architecture")
-    if name not in ("llama", "qwen2"):
-        raise UserError(f"the architecture {name} is not supported", where=where, hint="supported are llama and qwen2")
-
-    def setting(key: str, default: Any = None) -> Any:
-        value = settings.get(f"{name}.{key}", default)
-        if value is None:
-            raise UserError(f"the setting {name}.{key} is missing", where=where)
-        return value
-
-    if settings.get(f"{name}.expert_count") or settings.get(f"{name}.rope.scaling.type", "none") != "none":
-        raise UserError("experts and scaled rotary positions are not supported in GGUF", where=where)
-    heads, hidden = setting("attention.head_count"), setting("embedding_length")
-    vocab = setting("vocab_size", len(settings.get("tokenizer.ggml.tokens", ())) or None)
-    try:
-        return LlamaConfig(
-            family="llama",
-            layers=setting("block_count"),
-            hidden=hidden,
-            heads=heads,
-            kv_heads=setting("attention.head_count_kv", heads),
-            head_dim=setting("attention.key_length", hidden // heads),
-            ffn=setting("feed_forward_length"),
-            vocab=vocab,
-            rope_theta=float(setting("rope.freq_base", 10000.0)),
-            # fp32 in the file: 1e-5 is read as 9.999999747e-06.
-            norm_eps=float(f"{setting('attention.layer_norm_rms_epsilon'):.6g}"),
-            qkv_bias=name == "qwen2",
-            tied="output.weight" not in tensors,
-        )
-    except (ValueError, TypeError, ZeroDivisionError) as error:
-        raise UserError(f"the settings do not describe a valid model: {first_problem(error)}", where=where) from None
-
-
-def _rope_scaling(config: LlamaConfig, tensor: _Tensor) -> RopeScaling | None:
+def _rope_scaling(config: RotaryConfig, tensor: _Tensor) -> RopeScaling | None:
     """The Llama 3 scaling with the divisors in the tensor; the largest divisor is its factor."""
     frequencies = config.rope_theta ** -(torch.arange(0, config.head_dim, 2) / config.head_dim)
     if tensor.size == tuple(frequencies.shape):
@@ -165,7 +129,9 @@ class _File(Store):
         return {torch.float16 if tensor.kind.name == "F16" else torch.float32 for tensor in self.tensors.values()}
 
     def read(self, entry: Entry) -> Tensor:
-        return self.tensors[entry.name].read()
+        whole = self.tensors[entry.name].read()
+        # Gemma's scales: ours are the difference to 1, those in the file are whole.
+        return whole.float() - 1 if entry.ours[0].endswith(".offset") else whole
 
 
 class _Reader:

@@ -13,7 +13,7 @@ experts one by one, `expert` is the number of the matrix in ours.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -100,14 +100,6 @@ def _head_dim(config: ModelConfig) -> int:
 
 
 ATTENTION = ("query", "key", "value")
-GGUF_LLAMA = HfKeys(
-    {
-        "attention_norm": "attn_norm", "attention.query": "attn_q", "attention.key": "attn_k",
-        "attention.value": "attn_v", "attention.output": "attn_output", "mlp_norm": "ffn_norm", "mlp.gate": "ffn_gate",
-        "mlp.up": "ffn_up", "mlp.down": "ffn_down",
-    },
-    embed="token_embd", norm="output_norm", head="output", layer="blk.{}.",
-)  # fmt: skip
 
 
 def hugging_face(config: ModelConfig, keys: HfKeys | None = None) -> list[Entry]:
@@ -130,15 +122,6 @@ def hugging_face(config: ModelConfig, keys: HfKeys | None = None) -> list[Entry]
                 entries += [Entry(entry.format(expert), parts, join, None, number, expert) for expert in experts]
     entries += [Entry(f"{keys.norm}.{keys.params.get(name, name)}", (f"norm.{name}",)) for name in blocks.norm.params()]
     return entries + ([] if config.tied else [Entry(f"{keys.head}.weight", ("head.weight",))])
-
-
-def gguf_llama(config: ModelConfig, rotated: bool) -> list[Entry]:
-    """The tensors of llama.cpp; its `llama` architecture stores queries and keys in another rotary layout."""
-    turned = (".attn_q.", ".attn_k.") if rotated else ()
-    return [
-        replace(entry, join="rotated" if any(part in entry.name for part in turned) else "rows")
-        for entry in hugging_face(config, GGUF_LLAMA)
-    ]
 
 
 def megatron(config: ModelConfig) -> list[Entry]:

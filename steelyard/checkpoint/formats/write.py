@@ -19,9 +19,9 @@ from torch import Tensor
 
 from steelyard.checkpoint import folder as folders
 from steelyard.checkpoint.finite import refuse_nonfinite
-from steelyard.checkpoint.formats import compressed_tensors, safetensors, write_megatron
 from steelyard.checkpoint.formats import hf_config as configs
 from steelyard.checkpoint.formats import hf_metadata as extras
+from steelyard.checkpoint.formats import safetensors, write_compressed, write_gguf, write_megatron
 from steelyard.checkpoint.formats.key_mapping import Entry, hugging_face, joined, theirs_size
 from steelyard.checkpoint.formats.megatron_args import refuse_to_write
 from steelyard.checkpoint.formats.megatron_layout import MegatronLayout
@@ -42,28 +42,35 @@ WHOLE = MegatronLayout()
 
 @dataclass(frozen=True)
 class Target:
-    """The format and options of a conversion. The layout applies only to Megatron."""
+    """The format and options of a conversion. The layout applies only to Megatron, the quantization to GGUF."""
 
     to: str
     layout: MegatronLayout = WHOLE
     dtype: torch.dtype | None = None
     shard_bytes: int = SHARD_BYTES
     tokenizer: str | None = None
+    quantization: str | None = None
 
 
 def convert(
     source: CheckpointSource, destination: Path, target: Target, complete: Callable[[Path], None] | None = None
 ) -> dict[str, Any]:
     """Write a checkpoint after checking that it can be written; `complete` may change the folder before checksums."""
-    refuse_destination(destination)
+    refuse_destination(destination, is_file=target.to == "gguf")
     check(source, source.config)
     dtype = target.dtype or source.dtype
+    if target.quantization is not None and target.to != "gguf":
+        raise UserError(f"{target.to} checkpoints are not quantized", hint="remove --dtype, or convert --to gguf")
     if target.to != "megatron" and target.layout != WHOLE:
         raise UserError(f"{target.to} checkpoints are not sharded by rank", hint="remove --tensor and --pipeline")
     if target.to.startswith("megatron"):
         refuse_to_write(source.config)
+    if target.to == "gguf":
+        write_gguf.refuse(source.config, destination)
     if source.remark is not None:
         console.warn(source.remark)
+    if target.to == "gguf":
+        return _write_gguf(source, destination, target)
     supply = Supply(source, dtype)
     needed = write_megatron.bytes_of(supply, target.layout) if target.to == "megatron" else supply.bytes
     tokenizer = _tokenizer(source, target.tokenizer)
@@ -76,8 +83,8 @@ def convert(
                 _write_hf(supply, folder, target.shard_bytes)
                 _write_configs(source, folder, dtype, extra)
             elif target.to == "compressed":
-                _write_compressed(supply, folder, target.shard_bytes)
-                _write_configs(source, folder, dtype, extra)
+                write_compressed.write(supply, folder, target.shard_bytes)
+                _write_configs(source, folder, dtype, extra | {"auto_map": write_compressed.AUTO_MAP})
             elif target.to == "steelyard":
                 _write_steelyard(supply, folder, extra)
             else:
@@ -97,6 +104,18 @@ def convert(
             "pass a tokenizer with --tokenizer"
         )
     return {"path": str(destination), "format": target.to, "dtype": str(dtype).removeprefix("torch."), "bytes": needed}
+
+
+def _write_gguf(source: CheckpointSource, destination: Path, target: Target) -> dict[str, Any]:
+    """Write one file, whose size is that of its own types: norms stay exact in F32."""
+    kind = target.quantization or write_gguf.NAMES[target.dtype or torch.float16]
+    supply = Supply(source, torch.float32)
+    tokenizer = _tokenizer(source, target.tokenizer)
+    extra = _extra(source, tokenizer, target.tokenizer is not None)
+    with _disk_space(destination, write_gguf.bytes_of(supply, kind)):
+        with console.progress("write gguf", supply.bytes, "bytes") as supply.progress:
+            size = write_gguf.write(supply, destination, kind, tokenizer, extra)
+    return {"path": str(destination), "format": "gguf", "dtype": kind, "bytes": size}
 
 
 def _tokenizer(source: CheckpointSource, named: str | None) -> Tokenizer | None:
@@ -252,39 +271,9 @@ def _shards(entries: Iterable[Entry], supply: Supply, limit: int) -> Iterator[li
     yield shard
 
 
-def _write_compressed(supply: Supply, folder: Path, shard_bytes: int) -> None:
-    """Write a source with a list of `compressed` matrices; it returns each as values and indices."""
-    compressed = set(getattr(supply.source, "compressed", ()))
-    sizes: dict[str, tuple[int, ...]] = {}
-    dtypes: dict[str, torch.dtype] = {}
-    for name, size in supply.sizes.items():
-        if name in compressed:
-            values, indices = compressed_tensors.parts_of(name)
-            *rows, inputs = size
-            sizes |= {values: (*rows, inputs // 2), indices: (*rows, compressed_tensors.indices_of_row(inputs))}
-            dtypes |= {values: supply.dtype, indices: torch.uint8}
-        else:
-            sizes[name], dtypes[name] = size, supply.dtype
-    shards: list[list[str]] = [[]]
-    filled = 0
-    for name, size in sizes.items():
-        filled += math.prod(size) * dtypes[name].itemsize
-        if shards[-1] and filled > shard_bytes:
-            shards.append([])
-            filled = math.prod(size) * dtypes[name].itemsize
-        shards[-1].append(name)
-    about = {"format": compressed_tensors.FORMAT, "version": compressed_tensors.VERSION}
-    for number, shard in enumerate(shards, start=1):
-        file = "sparse.safetensors" if len(shards) == 1 else f"sparse-{number:05d}-of-{len(shards):05d}.safetensors"
-        tensors = (supply.tensor(name)[: sizes[name][0]] for name in shard)
-        for size_written in safetensors.write(
-            folder / file, {name: sizes[name] for name in shard}, dtypes, tensors, about
-        ):
-            supply.progress.advance(size_written)
-
-
 def _write_configs(source: CheckpointSource, folder: Path, dtype: torch.dtype, extra: dict[str, Any]) -> None:
-    files.write_json(folder / "config.json", configs.config_to_hf(source.config, dtype, extra))
+    loader = {"auto_map": extra["auto_map"]} if "auto_map" in extra else {}
+    files.write_json(folder / "config.json", configs.config_to_hf(source.config, dtype, extra) | loader)
     special = {key: extra[key] for key in extras.SPECIAL if extra.get(key) is not None}
     generation = dict(extra.get("generation_config") or {"_from_model_config": True, **special})
     if generation.get("eos_token_id") is None and "eos_token_id" in special:  # transformers reads it only here.

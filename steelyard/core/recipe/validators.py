@@ -199,13 +199,13 @@ def experts_finetune(model: ModelConfig, finetune: FinetuneSection) -> None:
 
 
 def experts_sparsity(model: ModelConfig, sparsity: SparsitySection) -> None:
-    """Masks of experts are fixed: they come from `steelyard prune`."""
-    if not model.blocks.has_experts or sparsity.method == "fixed":
+    """Masks of experts are fixed or learned, without distillation."""
+    if not model.blocks.has_experts:
         return
     names = [f"layers.{n}.{name}" for n, name, param in model.blocks.layer_params() if param.is_expert]
-    if any(sparsity.selects(name) for name in names):
+    if sparsity.method == "sr-ste" and any(sparsity.selects(name) for name in names):
         raise contradiction(
-            "sparsity.method", f'"{sparsity.method}" does not support experts',
+            "sparsity.method", '"sr-ste" does not support experts',
             'set sparsity.exclude = ["experts"], or prune experts with steelyard prune',
         )  # fmt: skip
     if sparsity.distill:
