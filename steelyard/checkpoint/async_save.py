@@ -33,7 +33,9 @@ class Saver:
             save(self.folder, shards, state, self.keep_last, self._group)
             return
         copies = {name: shard.copied() for name, shard in shards.items()}
-        self._thread = threading.Thread(target=self._write, args=(copies, state), name="checkpoint")
+        # After an error, a thread that waits for a lost rank must not keep the process.
+        is_daemon = self._group is not None
+        self._thread = threading.Thread(target=self._write, args=(copies, state), name="checkpoint", daemon=is_daemon)
         self._thread.start()
 
     def _refuse_nonfinite(self, shards: dict[str, TensorShard], step: int) -> None:

@@ -75,9 +75,13 @@ def make_private(root: Path) -> None:
     """Create the folder of a run for its owner alone; raise OSError if that is not possible."""
     with suppress(FileExistsError):
         root.mkdir(mode=0o700)
-    found = root.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+    if not _is_private(root):
         raise PermissionError(errno.EPERM, "it exists and is not private", str(root))
+
+
+def _is_private(root: Path) -> bool:
+    found = root.lstat()
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
 
 
 def remove(folder: Path) -> None:
@@ -101,7 +105,10 @@ def remove_oldest(node: Path) -> None:
 def found_in(root: Path) -> tuple[list[MemoryCheckpoint], list[str]]:
     """The memory checkpoints of this host, and why others are not usable. Checksums of files are not compared yet."""
     found: dict[tuple[int, str], MemoryCheckpoint] = {}
-    problems = []
+    problems: list[str] = []
+    with suppress(FileNotFoundError):
+        if not _is_private(root):  # Others could have written it.
+            return [], [f"{root} is not private, so its memory checkpoints are not used"]
     for node in sorted(root.glob("node-*")):
         for path in step_folders.by_age(node):
             if not (path / state_file.NAME).exists():

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +25,29 @@ from steelyard.core.errors import SteelyardError
 from steelyard.parallel.world import World
 
 THREADS = 4
+LONGEST_COPY = timedelta(hours=6)  # of all state into the run folder; a lost node ends the attempt earlier
 Key = tuple[int, str]
+
+
+class _Peers(NamedTuple):
+    """The ranks of the attempt, in a group whose timeout is longer than any copy takes."""
+
+    world: World
+    group: dist.ProcessGroup | None
+
+    def gathered(self, value: Any) -> list[Any]:
+        """The values of all ranks."""
+        values: list[Any] = [value] * self.world.size
+        if self.group is not None:
+            dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def from_rank0(self, value: str) -> str:
+        """The value of rank 0."""
+        values = [value]
+        if self.group is not None:
+            dist.broadcast_object_list(values, src=0, group=self.group)
+        return values[0]
 
 
 class _Report(NamedTuple):
@@ -45,6 +68,7 @@ def restore(root: Path, checkpoints: Path, newer_than: int, world: World) -> Che
     A collective call at the start of an attempt, with any number of ranks and nodes. `root` is the folder of the run
     on every node, `checkpoints` is in the run folder, which all nodes share.
     """
+    peers = _Peers(world, dist.new_group(backend="gloo", timeout=LONGEST_COPY) if world.size > 1 else None)
     held: dict[Key, MemoryCheckpoint] = {}
     report = _Report({}, {}, [])
     if world.local_rank == 0:
@@ -52,7 +76,7 @@ def restore(root: Path, checkpoints: Path, newer_than: int, world: World) -> Che
         held = {one.key: one for one in found if one.step > newer_than}
         names = {key: sorted(one.paths) for key, one in held.items()}
         report = _Report(names, {key: (one.state, one.sums) for key, one in held.items()}, problems)
-    reports = [_Report(*each) for each in _gathered(tuple(report), world)]
+    reports = [_Report(*each) for each in peers.gathered(tuple(report))]
     contents = {key: content for each in reports for key, content in each.contents.items()}
     for problem in dict.fromkeys(problem for each in reports for problem in each.problems):
         _warn(problem, world)
@@ -63,10 +87,10 @@ def restore(root: Path, checkpoints: Path, newer_than: int, world: World) -> Che
         }
         path = step_folders.path_at(checkpoints, key[0])
         try:
-            with _shared_folder(path, world) as unfinished:
-                _copy_all(unfinished, holders, sums, held.get(key), world)
-                _write_state(unfinished, state, sums, world)
-            _gathered(None, world)  # Rank 0 has renamed the folder.
+            with _shared_folder(path, peers) as unfinished:
+                _copy_all(unfinished, holders, sums, held.get(key), peers)
+                _write_state(unfinished, state, sums, peers)
+            peers.gathered(None)  # Rank 0 has renamed the folder.
         except _NotRestorable as reason:
             _warn(f"the memory checkpoint of step {key[0]} cannot be restored: {reason}", world)
             continue
@@ -75,7 +99,7 @@ def restore(root: Path, checkpoints: Path, newer_than: int, world: World) -> Che
 
 
 def _copy_all(
-    unfinished: Path, holders: dict[str, list[int]], sums: dict[str, str], held: MemoryCheckpoint | None, world: World
+    unfinished: Path, holders: dict[str, list[int]], sums: dict[str, str], held: MemoryCheckpoint | None, peers: _Peers
 ) -> None:
     """Copy every file from a rank that holds it. After a failure the next holder tries."""
     left = {name: list(ranks) for name, ranks in holders.items()}
@@ -84,15 +108,15 @@ def _copy_all(
         missing = next((name for name, ranks in sorted(left.items()) if not ranks), None)
         if missing is not None:
             raise _NotRestorable(reasons.get(missing, f"no node that is alive holds {missing}"))
-        load = dict.fromkeys(range(world.size), 0)
+        load = dict.fromkeys(range(peers.world.size), 0)
         mine = []
         for name, ranks in sorted(left.items()):
             chosen = min(ranks, key=lambda rank: load[rank])
             load[chosen] += 1
             ranks.remove(chosen)
-            mine += [name] if chosen == world.rank else []
+            mine += [name] if chosen == peers.world.rank else []
         outcome = _copy(unfinished, mine, sums, held)
-        for each in _gathered(outcome, world):
+        for each in peers.gathered(outcome):
             for name, reason in each.items():
                 if reason is None:
                     left.pop(name)
@@ -123,35 +147,25 @@ def _copy(
         return dict(zip(names, pool.map(copied, names), strict=True))
 
 
-def _write_state(unfinished: Path, state: dict[str, Any], sums: dict[str, str], world: World) -> None:
+def _write_state(unfinished: Path, state: dict[str, Any], sums: dict[str, str], peers: _Peers) -> None:
     problem = None
-    if world.is_rank0:
+    if peers.world.is_rank0:
         try:
             state_file.write(unfinished, state, sums)
         except OSError as error:
             problem = f"{state_file.NAME}: {error.strerror or error}"
-    problem = _gathered(problem, world)[0]
+    problem = peers.gathered(problem)[0]
     if problem is not None:
         raise _NotRestorable(problem)
 
 
 @contextlib.contextmanager
-def _shared_folder(path: Path, world: World) -> Iterator[Path]:
+def _shared_folder(path: Path, peers: _Peers) -> Iterator[Path]:
     """A temporary folder that all ranks write to, and that rank 0 renames to `path`."""
-    with unfinished_folder(path) if world.is_rank0 else contextlib.nullcontext(path) as own:
-        shared = [str(own)]
-        if world.size > 1:
-            dist.broadcast_object_list(shared, src=0)
-        yield Path(shared[0])
+    with unfinished_folder(path) if peers.world.is_rank0 else contextlib.nullcontext(path) as own:
+        yield Path(peers.from_rank0(str(own)))
 
 
 def _warn(message: str, world: World) -> None:
     if world.is_rank0:
         console.warn(message)
-
-
-def _gathered(value: Any, world: World) -> list[Any]:
-    gathered: list[Any] = [value] * world.size
-    if world.size > 1:
-        dist.all_gather_object(gathered, value)
-    return gathered

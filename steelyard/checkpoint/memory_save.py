@@ -88,7 +88,10 @@ class MemorySaver:
             copies = self.staging.copy(shards)
         except OSError as error:  # There is too little host memory.
             problem = error.strerror or str(error)
-        self._thread = threading.Thread(target=self._store, args=(copies, state, problem), name="memory checkpoint")
+        # After an error, a thread that waits for a lost rank must not keep the process.
+        self._thread = threading.Thread(
+            target=self._store, args=(copies, state, problem), name="memory checkpoint", daemon=self.world.size > 1
+        )
         self._thread.start()
 
     def let_end(self) -> None:

@@ -165,9 +165,12 @@ class Elastic:
                 continue
             looked = time.monotonic()
             drained = _drained(self.run, attempt.processes) | self.backend.unusable(list(attempt.processes))
+            own = self.backend.supervised_on(os.environ)
+            if own in drained and not self.backend.can_requeue(self.job, os.environ):
+                del drained[own]  # The job would end with this node: it trains on as long as it may.
             if drained:
                 why = elastic_job.described(drained, sorted(drained))
-                self.is_requeued = self.backend.supervised_on(os.environ) in drained
+                self.is_requeued = own in drained
             elif step > checked:
                 checked, why = step, self._returned(attempt)
             if why:
@@ -192,7 +195,7 @@ class Elastic:
         failed = [name for name, end in ends.items() if end.is_cause]
         noticed = [name for name, end in ends.items() if end.code and not end.has_stopped]
         lost = self._lost(attempt, running)
-        if not failed and lost:
+        if lost:  # Errors of other ranks may follow from it.
             return Outcome(None, ", ".join(f"{name} {reason}" for name, reason in lost.items()), tuple(lost.items()))
         if noticed and attempt.noticed is None:
             attempt.noticed = time.monotonic()
@@ -213,8 +216,11 @@ class Elastic:
     def _lost(self, attempt: Attempt, running: Sequence[str]) -> dict[str, str]:
         """The nodes whose agents are gone or do not answer. All times are those of the filesystem."""
         clock = self.run / FOLDER / CLOCK
-        clock.touch()
-        beats, now = heartbeat.beats(self.run), clock.stat().st_mtime
+        try:
+            clock.touch()
+            beats, now = heartbeat.beats(self.run), clock.stat().st_mtime
+        except OSError:  # A filesystem that does not answer for a moment: judge again.
+            return {}
         attempt.heard.update(beats)
         found = {}
         for name in running:

@@ -66,6 +66,8 @@ class ElasticJob:
     agent: list[str]
     command: list[str]
     step: list[str] = field(default_factory=list)
+    restarts: int = 0
+    """How often the job may be queued again."""
 
     @property
     def machines(self) -> Cluster:
@@ -138,6 +140,7 @@ def of(spec: JobSpec, backend: str, agent: list[str], cluster: Cluster | None, r
     return ElasticJob(
         backend, spec.min_nodes, groups, machines.model_dump(mode="json"), agent, spec.command_arguments,
         site_environment.pyxis_options(spec.site, spec.workdir, str(spec.run)),
+        spec.site.slurm.max_restarts if spec.site.slurm.requeue else 0,
     )  # fmt: skip
 
 

@@ -40,7 +40,7 @@ from steelyard.launch.gpu_monitor import Sampler
 from steelyard.launch.heartbeat import Heartbeat
 from steelyard.launch.log_capture import LogFile, PipeReader
 from steelyard.launch.node_end import NodeEnd
-from steelyard.launch.root_cause import RankExit, blame, only_noticed
+from steelyard.launch.root_cause import RankExit, blame, is_own_failure, only_noticed
 from steelyard.launch.spawn import SAME_REQUEST_SECONDS, Rank, signals, watch
 from steelyard.launch.verdict_watch import notifying
 from steelyard.parallel.rendezvous import MEETING
@@ -149,7 +149,10 @@ def _end(
         return torchrun_ipc.leave(ends[0], bool(hung), last[ends[0].rank])
     code = report(ends, last, hung, was_asked, log)
     if node := _node(options, _place(options)):
-        node_end.write(run, options.attempt, node, NodeEnd(code, only_noticed(ends), hung))
+        # Ranks that wait for one that failed on its own do not respond either.
+        failed_alone = any(is_own_failure(end) for end in ends if end.rank not in hung)
+        end = NodeEnd(code, only_noticed(ends), () if failed_alone else hung)
+        node_end.write(run, options.attempt, node, end)
         return code
     if options.attempt and code not in (0, Interrupted.exit_code):
         rendezvous_file.failed(run, options.attempt, only_noticed(ends))

@@ -65,7 +65,8 @@ class Requests:
             word = self.path.read_text(encoding="ascii").strip()
         if word == SAVE and not self._saves:
             self._saves = True
-            self.stop_signals.append(signal.SIGTERM)
+            if not self.stop_signals:  # A second signal would end the ranks without a save.
+                self.stop_signals.append(signal.SIGTERM)
         with suppress(OSError):
             self.is_orphan = self._alive.stat().st_mtime - self._clock.stat().st_mtime > SUPERVISOR_LOST_AFTER
         return word == KILL or self.is_orphan

@@ -46,7 +46,7 @@ class RootCause:
 def blame(ends: Sequence[RankExit], hung: Sequence[int], was_asked: bool) -> RootCause | None:
     """The root cause of a job's end; None if nothing failed."""
     failed = [end for end in ends if end.code and not end.is_stopped]
-    causes = [end for end in failed if not end.only_noticed]
+    causes = [end for end in failed if is_own_failure(end)]
     if causes:
         return _cause(min(causes, key=_order))
     stopped = [end for end in ends if end.is_stopped]
@@ -58,6 +58,11 @@ def blame(ends: Sequence[RankExit], hung: Sequence[int], was_asked: bool) -> Roo
         message = f"{who} stopped responding, and the other ranks timed out"
         return RootCause(hung[0], message, RuntimeFailure.exit_code, has_words=False)
     return _cause(min(failed, key=_order)) if failed else None
+
+
+def is_own_failure(end: RankExit) -> bool:
+    """Whether a rank failed, and not because it lost another one."""
+    return bool(end.code) and not end.is_stopped and not end.only_noticed
 
 
 def only_noticed(ends: Sequence[RankExit]) -> bool:

@@ -27,7 +27,8 @@ def test_the_guide_to_elastic_runs_works_as_written_when_a_node_loses_its_power(
     assert "--no-kill" in yard.steelyard(*lines[0]).stdout
     yard.steelyard(*lines[1])
     with yard.held(run):
-        yard.steelyard(*lines[2], code=1)  # A rank is held.
+        watched = yard.steelyard(*lines[2], code=None)  # A rank is held, which takes a while to be noticed.
+        assert "elastic" in watched.stdout
         yard.lab.power_off("a2")
     try:
         assert yard.until_state(run, "finished", "failed", seconds=600) == "finished", everything(run)

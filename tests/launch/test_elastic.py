@@ -17,7 +17,7 @@ import pytest
 
 from steelyard.core.recipe.toml import leaves, read
 from steelyard.core.run import Run
-from steelyard.launch import elastic, elastic_job
+from steelyard.launch import elastic, elastic_job, node_end
 from tests.conftest import TINY, Workplace, kill
 
 pytestmark = pytest.mark.timeout(900)
@@ -126,6 +126,26 @@ def test_a_drained_node_is_given_back_and_too_few_nodes_wait(supervised):
     process.terminate()
     assert process.wait(timeout=300) == 130
     assert len(attempts(run)) == 2
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_beside_ranks_that_wait_for_it_ends_the_run(run: Path):
+    job = json.loads((run / "launch" / elastic_job.JOB).read_text())
+    job["min_nodes"], job["groups"] = 1, [job["groups"][0] | {"nodes": 2, "ranks": 2}]
+    job["cluster"]["nodes"][0] |= {"count": 2, "gpus": 2}
+    (run / "launch" / elastic_job.JOB).write_text(json.dumps(job))
+    (run / "fail-3").touch()
+    done = subprocess.run([sys.executable, "-P", "-m", "steelyard.launch.elastic", str(run)], timeout=300)
+    assert done.returncode == 1
+    assert len(attempts(run)) == 1, "no node was lost"
+
+
+def test_a_request_to_save_after_a_signal_is_not_a_second_signal(run: Path):
+    for signals in ([], [signal.SIGUSR1]):
+        requests = node_end.Requests(run, "1", received := list(signals), run / "alive")
+        node_end.request(run, "1", node_end.SAVE)
+        assert not requests.is_over()
+        assert len(received) == 1
 
 
 @pytest.mark.slow

@@ -146,6 +146,10 @@ class Backend(Protocol):
         """The node that runs the supervisor, which only a new start of the job can leave."""
         return None
 
+    def can_requeue(self, job: ElasticJob, environ: Mapping[str, str]) -> bool:
+        """Whether the job is queued again after it has saved."""
+        return False
+
     def spare(self, job: ElasticJob, environ: Mapping[str, str]) -> list[Node]:
         """The nodes that the job would get in addition if it were queued again now."""
         return []

@@ -149,6 +149,10 @@ class Slurm(Backend):
         """The node of the job script."""
         return environ.get("SLURMD_NODENAME")
 
+    def can_requeue(self, job: ElasticJob, environ: Mapping[str, str]) -> bool:
+        """Whether the site allows it, and often enough."""
+        return slurm_elastic.can_requeue(job, environ)
+
     def spare(self, job: ElasticJob, environ: Mapping[str, str]) -> list[Node]:
         """Idle nodes in place of lost ones."""
         return slurm_elastic.spare(job, environ)

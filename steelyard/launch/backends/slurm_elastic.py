@@ -54,6 +54,8 @@ def spare(job: ElasticJob, environ: Mapping[str, str]) -> list[Node]:
 
     None while another job waits in the partition, which could get the nodes that this one gives up.
     """
+    if not can_requeue(job, environ):
+        return []
     partition = environ.get("SLURM_JOB_PARTITION", "")
     missing = sum(int(group["nodes"]) for group in job.groups) - len(allocated(job, environ))
     if missing <= 0 or len(job.groups) > 1 or not partition:
@@ -63,6 +65,11 @@ def spare(job: ElasticJob, environ: Mapping[str, str]) -> list[Node]:
     idle = ask(["sinfo", "--noheader", "--Node", f"--partition={partition}", "--states=idle", "--format=%N|%T"])[0]
     names = sorted({line.partition("|")[0] for line in idle.splitlines() if line.strip().endswith("|idle")})
     return [Node(name, str(job.groups[0]["type"])) for name in names[:missing]]
+
+
+def can_requeue(job: ElasticJob, environ: Mapping[str, str]) -> bool:
+    """Whether the script of the job would queue it again."""
+    return int(environ.get("SLURM_RESTART_COUNT", "0")) < job.restarts
 
 
 def srun(job: ElasticJob, node: Node) -> list[str]:

@@ -217,12 +217,15 @@ def _srun(spec: JobSpec, words: Sequence[str], tail: str, group: int | None, ins
     container = site_environment.pyxis_options(spec.site, spec.workdir, str(spec.run)) if inside else []
     parts = []
     for number, each in enumerate(wanted):
+        suffix = f"_HET_GROUP_{number}" if len(wanted) > 1 else ""
+        # An elastic job has as many nodes as there were.
+        nodes = str(each.nodes) if spec.min_nodes is None else f'"$SLURM_JOB_NUM_NODES{suffix}"'
         options = [f"--het-group={number}"] if len(wanted) > 1 else []
-        options += [f"--nodes={each.nodes}", f"--ntasks={each.nodes}", "--ntasks-per-node=1"]
+        options += ["--ntasks-per-node=1"]
         options += [f"--cpus-per-task={cpus(spec.site.slurm, each)}"]
         options += ["--kill-on-bad-exit=1"] if not number else []
         options += [f"--jobid={job}", "--overlap", f"--job-name={step_name(spec.name, spec.submitted)}"] if job else []
-        parts.append(f"{join([*options, *container, *words])}{tail}")
+        parts.append(f"--nodes={nodes} --ntasks={nodes} {join([*options, *container, *words])}{tail}")
     return "srun " + " \\\n    : ".join(parts)
 
 
