@@ -34,16 +34,17 @@ ATTEMPT = '"$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}"'  # expanded by the shell
 JOB_ID = '"${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}"'
 # In an existing allocation only this script can signal the ranks to save and stop. Without the trap, a signal would end
 # bash and leave srun running. srun kills its ranks on SIGTERM but forwards SIGUSR1.
-LISTENING = """step= asked=
-trap 'asked=1; [ -z "$step" ] || kill -USR1 "$step"' TERM INT USR1
+LISTENING = """step= asked=0
+trap 'asked=$((asked + 1)); [ -z "$step" ] || kill -USR1 "$step"' TERM INT USR1
 """
+# A signal interrupts wait, which then returns the number of the signal and not the code of the step.
 WAITING = """step=$!
-[ -z "$asked" ] || kill -USR1 "$step"
-wait "$step"
-code=$?
-while kill -0 "$step" 2>/dev/null; do
+[ "$asked" = 0 ] || kill -USR1 "$step"
+while :; do
+    before=$asked
     wait "$step"
     code=$?
+    [ "$code" -gt 128 ] && [ "$before" != "$asked" ] || break
 done
 """
 # srun returns the highest exit code, which is 130 if a node was stopped because another one failed.
@@ -220,12 +221,12 @@ def _srun(spec: JobSpec, words: Sequence[str], tail: str, group: int | None, ins
         suffix = f"_HET_GROUP_{number}" if len(wanted) > 1 else ""
         # An elastic job has as many nodes as there were.
         nodes = str(each.nodes) if spec.min_nodes is None else f'"$SLURM_JOB_NUM_NODES{suffix}"'
-        options = [f"--het-group={number}"] if len(wanted) > 1 else []
-        options += ["--ntasks-per-node=1"]
+        het = f"--het-group={number} " if len(wanted) > 1 else ""
+        options = ["--ntasks-per-node=1"]
         options += [f"--cpus-per-task={cpus(spec.site.slurm, each)}"]
         options += ["--kill-on-bad-exit=1"] if not number else []
         options += [f"--jobid={job}", "--overlap", f"--job-name={step_name(spec.name, spec.submitted)}"] if job else []
-        parts.append(f"--nodes={nodes} --ntasks={nodes} {join([*options, *container, *words])}{tail}")
+        parts.append(f"{het}--nodes={nodes} --ntasks={nodes} {join([*options, *container, *words])}{tail}")
     return "srun " + " \\\n    : ".join(parts)
 
 
