@@ -31,7 +31,7 @@ from steelyard.core import files
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe, load_recipe, to_toml
 from steelyard.core.recipe.toml import leaves
-from steelyard.core.safe_parse import loads
+from steelyard.core.safe_parse import json_objects, loads
 
 MANIFEST, RECIPE, METRICS, LOCK = "run.json", "recipe.toml", "metrics.jsonl", "run.lock"
 SESSIONS = "sessions.jsonl"
@@ -112,7 +112,7 @@ class Run:
             lines = (self.path / METRICS).read_text(encoding="utf-8", errors="replace").splitlines()
         except FileNotFoundError:
             return []
-        return [record for line in lines if (record := _record(line)) is not None]
+        return [record for record in json_objects(lines) if isinstance(record.get("step"), int)]
 
     def append(self, record: dict[str, Any]) -> None:
         """Add one record to the metrics."""
@@ -218,14 +218,6 @@ def _refuse_changes(run: Run, earlier: Recipe, recipe: Recipe) -> None:
 
 def _is_empty(path: Path) -> bool:
     return path.is_dir() and not any(path.iterdir())
-
-
-def _record(line: str) -> dict[str, Any] | None:
-    try:
-        record = loads(line)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
 
 
 def versions() -> dict[str, str]:

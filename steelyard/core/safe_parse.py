@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,14 @@ def loads(text: str | bytes) -> Any:
         raise ValueError("it is not UTF-8") from None
     except ValueError:
         raise ValueError(TOO_LONG) from None
+
+
+def json_objects(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """The JSON objects among lines, without those that a killed writer left incomplete."""
+    for line in lines:
+        with suppress(ValueError):
+            if isinstance(value := loads(line), dict):
+                yield value
 
 
 def json_value(text: str | bytes) -> Any:

@@ -31,7 +31,7 @@ from steelyard.core import files
 from steelyard.core.errors import RuntimeFailure, UserError
 from steelyard.core.recipe import Recipe, to_toml
 from steelyard.core.run import now
-from steelyard.core.safe_parse import loads
+from steelyard.core.safe_parse import json_objects, loads
 from steelyard.launch import backends, job_spec, site_environment
 from steelyard.launch.backends import Option
 from steelyard.launch.job_spec import JobSpec
@@ -173,15 +173,7 @@ def attempts(run: Path) -> list[dict[str, Any]]:
         lines = (run / ATTEMPTS).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return []
-    found = []
-    for line in lines:
-        try:
-            each = loads(line)
-        except ValueError:
-            continue
-        if isinstance(each, dict):
-            found.append(each)
-    return found
+    return list(json_objects(lines))
 
 
 def append(run: Path, record: dict[str, Any]) -> None:

@@ -40,7 +40,7 @@ from typing import Any
 from steelyard.core import files
 from steelyard.core.errors import UserError
 from steelyard.core.run import MANIFEST, Run, now
-from steelyard.core.safe_parse import loads
+from steelyard.core.safe_parse import json_objects, loads
 from steelyard.launch import backends
 from steelyard.launch.backends import ENDED, JobState, Record
 
@@ -176,15 +176,7 @@ def read_records(run: Path) -> list[Record]:
         lines = (run / RECORDS).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return []
-    found = []
-    for line in lines:
-        try:
-            each = loads(line)
-        except ValueError:
-            continue
-        if isinstance(each, dict) and {"job", "state"} <= each.keys():
-            found.append(backends.neutral(each))
-    return found
+    return [backends.neutral(each) for each in json_objects(lines) if {"job", "state"} <= each.keys()]
 
 
 def current(records: list[Record], launch: Launch) -> list[Record]:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from steelyard.core.run import SESSIONS
-from steelyard.core.safe_parse import loads
+from steelyard.core.safe_parse import json_objects
 from steelyard.observe.host_logs import is_number
 from steelyard.observe.run_files import last_lines
 from steelyard.observe.run_state import RunState, seconds_of
@@ -155,15 +155,7 @@ def _changes(before: Known, after: Known) -> str:
 
 
 def _objects(path: Path, most: int) -> list[Known]:
-    found = []
-    for line in last_lines(path, most):
-        try:
-            each = loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(each, dict):
-            found.append(each)
-    return found
+    return list(json_objects(last_lines(path, most)))
 
 
 def _whole(value: Any) -> int | None:

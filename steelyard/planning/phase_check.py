@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from steelyard.core.recipe import Recipe
-from steelyard.core.safe_parse import loads
+from steelyard.core.safe_parse import json_objects
 from steelyard.planning import pipeline_sim
 from steelyard.planning.pipeline_sim import Times
 from steelyard.planning.step import StepCost
@@ -143,8 +143,4 @@ def _rank(path: Path) -> _Rank | None:
 
 
 def _entries(path: Path) -> Iterator[dict[str, Any]]:
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            yield loads(line)
-        except ValueError:  # An incomplete last line.
-            return
+    return json_objects(path.read_text(encoding="utf-8").splitlines())
