@@ -13,7 +13,7 @@ from steelyard.core.recipe import load_recipe
 from steelyard.observe.notify import Notifier
 from steelyard.observe.run_view import view
 from tests.observe.folders import RECIPE, Folder
-from tests.observe.test_verdict import frozen, spike
+from tests.observe.troubles import frozen, spike
 
 APPEND = "import sys; open(sys.argv[1], 'a').write(sys.stdin.read() + '\\n')"
 

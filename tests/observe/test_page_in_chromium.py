@@ -252,3 +252,4 @@ def test_a_run_that_was_killed_and_is_resumed_goes_on_without_a_reload(address: 
     page.locator("h1", has_text="running").wait_for()
     page.locator(".facts", has_text="310 of 1000").wait_for()
     page.wait_for_function(curve("Loss", "lines[0].x.at(-1) === 310"))
+    assert "failed" not in page.locator("h1").inner_text()
