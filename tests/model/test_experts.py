@@ -222,3 +222,10 @@ def test_a_gpu_is_asked_for_no_number(settings):
             output.float().square().sum().backward()
         finally:
             torch.cuda.set_sync_debug_mode("default")
+    assert ours.grad.isfinite().all()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with pytest.raises(RuntimeError, match="synchronizing"):
+            module(ours)[0].sum().item()  # What the mode detects.
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
