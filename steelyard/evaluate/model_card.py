@@ -128,6 +128,7 @@ def _loss(loss: float) -> str:
 
 def _recipe(run: Run) -> str:
     settings: dict[str, Any] = _without_absolute_paths(run.recipe().settings())
+    settings["checkpoint"].pop("memory_dir", None)  # must be absolute, so it cannot be reduced to its last part
     return to_toml(settings)
 
 
