@@ -8,7 +8,6 @@ import typer
 
 from steelyard.cli.options import (
     BaseOption,
-    CheckpointArgument,
     DeviceChoice,
     DeviceOption,
     DtypeChoice,
@@ -32,7 +31,12 @@ def register(root: typer.Typer, name: str, help_: str) -> None:
 
 
 def sparse(
-    checkpoint: CheckpointArgument,
+    checkpoint: Annotated[
+        str | None, typer.Argument(metavar="[CKPT]", help="A 2:4 checkpoint, or a run.", show_default=False)
+    ] = None,
+    shape: Annotated[
+        str | None, typer.Option(help="Measure this recipe's model with random weights, without a checkpoint.")
+    ] = None,
     mask: MaskOption = None,
     base: BaseOption = None,
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of the prompt, for the prefill.")] = 4096,
@@ -46,10 +50,13 @@ def sparse(
     """Compare tokens per second and memory of a 2:4 model, dense and compressed.
 
     Example: steelyard bench sparse compressed
+    Example: steelyard bench sparse --shape llama3.1-8b
     """
     from steelyard.evaluate import sparse_bench
 
     batches = tuple(batch) if batch else (1, 2, 4, 8, 16)
-    request = sparse_bench.BenchRequest(checkpoint, mask, base, device, dtype, prompt, context, batches, allow_dense)
+    request = sparse_bench.BenchRequest(
+        checkpoint, shape, mask, base, device, dtype, prompt, context, batches, allow_dense
+    )
     result = sparse_bench.sparse(request)
     print_result(result, json, sparse_bench.as_text(result))

@@ -20,6 +20,7 @@ from steelyard.checkpoint.formats import CheckpointSource
 from steelyard.checkpoint.formats.hf_metadata import end_ids
 from steelyard.core.console import console
 from steelyard.core.errors import UserError
+from steelyard.evaluate.decode_graph import Decoder
 from steelyard.evaluate.load_model import context_of, loaded, tokenizer_for
 from steelyard.model import Batch, Cache, LanguageModel
 from steelyard.sparsity import pruned_source as sparse
@@ -46,6 +47,13 @@ class KeptCache:
 
     def __init__(self) -> None:
         self.cache, self.ids = Cache(0), list[int]()
+        self._decoder: Decoder | None = None
+
+    def decoder(self, network: LanguageModel) -> Decoder:
+        """The decode step of a model with this cache."""
+        if self._decoder is None or self._decoder.network is not network:
+            self._decoder = Decoder(network, self.cache)
+        return self._decoder
 
     def unread(self, ids: Sequence[int], capacity: int) -> Sequence[int]:
         """Keep the common beginning of the cached and these ids, and return the others: at least the last one."""
@@ -156,7 +164,7 @@ def tokens(
         if memory.cache.length + len(new) > context:
             memory.forget()
             new = ids[-_tokens_to_reread(len(ids), left, context) :]
-        chosen = _choose(_next_logits(network, new, memory.cache), sampling, generator)
+        chosen = _choose(_next_logits(network, new, memory), sampling, generator)
         memory.ids.extend(new)
         if chosen in ends:
             return
@@ -171,18 +179,22 @@ def _tokens_to_reread(length: int, left: int, context: int) -> int:
 
 
 @torch.inference_mode()
-def _next_logits(network: LanguageModel, new: Sequence[int], cache: Cache) -> Tensor:
+def _next_logits(network: LanguageModel, new: Sequence[int], memory: KeptCache) -> Tensor:
+    if len(new) == 1 and memory.cache.length:
+        return memory.decoder(network).logits(new[0])[0]
     device = next(network.parameters()).device
-    logits_BLV: Tensor = network(Batch(torch.tensor([new], device=device), logits_to_keep=1), cache=cache)
-    return logits_BLV[0, -1].float().cpu()  # One generator on the CPU: a seed gives the same result on every device.
+    logits_BLV: Tensor = network(Batch(torch.tensor([new], device=device), logits_to_keep=1), cache=memory.cache)
+    return logits_BLV[0, -1]
 
 
+@torch.inference_mode()
 def _choose(logits_V: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+    """Sample a token. Only the `top_k` best logits leave the GPU; the generator is on the CPU on every device."""
     if sampling.temperature == 0:
         return int(logits_V.argmax())
-    logits_V, ids_V = logits_V.sort(descending=True, stable=True)
-    if 0 < sampling.top_k < len(logits_V):
-        logits_V = logits_V[: sampling.top_k]
+    logits_V = logits_V.float()
+    best = logits_V.topk(sampling.top_k) if 0 < sampling.top_k < len(logits_V) else logits_V.sort(descending=True)
+    logits_V, ids_V = best.values.cpu(), best.indices.cpu()
     chances_V = torch.softmax(logits_V / sampling.temperature, dim=-1)
     if sampling.top_p < 1:
         # The most likely token always stays, the others while the sum of those before them is below top_p.

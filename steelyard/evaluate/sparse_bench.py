@@ -16,13 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from steelyard.checkpoint.formats.compressed_tensors import CompressedSource
 from steelyard.core import units
 from steelyard.core.errors import UserError
+from steelyard.evaluate.decode_graph import Decoder, span_of
 from steelyard.evaluate.load_model import context_of, loaded
 from steelyard.model import Batch, Cache, LanguageModel
 from steelyard.sparsity import sparse_linear
 from steelyard.sparsity.pruned_source import opened
-from steelyard.sparsity.semi_structured import compressible
+from steelyard.sparsity.random_source import RandomCompressed
+from steelyard.sparsity.semi_structured import Compressing, compressible
 from steelyard.training.device import NAMES, device_for, dtype_for
 
 ROUNDS = {"cuda": 20, "cpu": 3}
@@ -32,7 +35,9 @@ ROUNDS = {"cuda": 20, "cpu": 3}
 class BenchRequest:
     """The options of the benchmark."""
 
-    checkpoint: str
+    checkpoint: str | None = None
+    shape: str | None = None
+    """A recipe whose model is measured with random weights, without a checkpoint."""
     mask: str | None = None
     base: str | None = None
     device: str = "auto"
@@ -52,7 +57,7 @@ def sparse(request: BenchRequest) -> dict[str, Any]:
             hint="--device cpu runs the plain versions, which tests that they work but not their speed",
         )
     device = device_for(request.device)
-    source = compressible(opened(request.checkpoint, request.mask, request.base), request.allow_dense)
+    source = _source(request)
     dtype = dtype_for(request.dtype, source, device)
     if device.type == "cuda" and dtype not in sparse_linear.DTYPES:
         dtype = torch.bfloat16
@@ -75,6 +80,15 @@ def sparse(request: BenchRequest) -> dict[str, Any]:
     }
 
 
+def _source(request: BenchRequest) -> CompressedSource | Compressing:
+    if (request.checkpoint is None) == (request.shape is None):
+        raise UserError("give either a checkpoint or --shape", hint="steelyard bench sparse --shape llama3.1-8b")
+    if request.shape is not None:
+        return RandomCompressed(request.shape)
+    assert request.checkpoint is not None
+    return compressible(opened(request.checkpoint, request.mask, request.base), request.allow_dense)
+
+
 def _side(
     network: LanguageModel, prompt: int, context: int, batches: tuple[int, ...], device: torch.device
 ) -> dict[str, float]:
@@ -82,23 +96,23 @@ def _side(
     tokens_BL = torch.randint(0, network.config.vocab, (1, prompt), device=device)
     found[f"prefill {prompt}"] = prompt / _seconds(lambda: network(Batch(tokens_BL, logits_to_keep=1)), device)
     for batch in batches:
-        cache = Cache(context + 1)
         prompt_BL = torch.randint(0, network.config.vocab, (batch, context), device=device)
-        network(Batch(prompt_BL, logits_to_keep=1), cache=cache)
-        found[f"decode {batch}"] = batch / _seconds(_decode_step(network, cache, batch, context, device), device)
-        del cache
+        found[f"decode {batch}"] = batch / _seconds(_decode_step(network, prompt_BL), device)
     return found
 
 
-def _decode_step(
-    network: LanguageModel, cache: Cache, batch: int, context: int, device: torch.device
-) -> Callable[[], Tensor]:
-    token_B1 = torch.randint(0, network.config.vocab, (batch, 1), device=device)
+def _decode_step(network: LanguageModel, prompt_BL: Tensor) -> Callable[[], Tensor]:
+    """The step that `generate` repeats, with the choice of the most likely token."""
+    batch, context = prompt_BL.shape
+    cache = Cache(context + 1)
+    network(Batch(prompt_BL, logits_to_keep=1), cache=cache)
+    decoder = Decoder(network, cache, batch)
+    decoder.place_1.fill_(context)
 
     def step() -> Tensor:
-        cache.forget(context)
-        logits: Tensor = network(Batch(token_B1, logits_to_keep=1), cache=cache)
-        return logits
+        logits_BV = decoder.step(span_of(context + 1, cache.allocated))
+        decoder.tokens_B1.copy_(logits_BV.argmax(-1, keepdim=True))
+        return logits_BV
 
     return step
 

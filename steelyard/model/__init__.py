@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from steelyard.core.recipe.model_section import ModelConfig
 from steelyard.model.batch import Batch
-from steelyard.model.kv_cache import Cache
+from steelyard.model.kv_cache import Cache, Slot
 from steelyard.model.language_model import LanguageModel, StageSpec
 from steelyard.model.weight_init import init_weights, initial
 
-__all__ = ["Batch", "Cache", "LanguageModel", "StageSpec", "build", "init_weights", "initial"]
+__all__ = ["Batch", "Cache", "LanguageModel", "Slot", "StageSpec", "build", "init_weights", "initial"]
 
 
 def build(config: ModelConfig, part: StageSpec | None = None) -> LanguageModel:

@@ -1,7 +1,8 @@
 """Causal attention, also within the documents of a packed row.
 
-A mask is either dense (bool, True where a query may attend to a key) or, for variable-length attention, the cumulative
-lengths of the documents (`CuSeqlens`). `dense_mask` converts the second form to the first and is its specification.
+A mask is dense (bool, True where a query may attend to a key) or, for variable-length attention, the cumulative lengths
+of the documents (`CuSeqlens`), or, for a single query, its position among the keys (`KeysUpTo`). `dense_mask` converts
+the second form to the first and is its specification.
 
 Tensor suffixes: B batch, L length, H heads, K key-value heads, E head width, N documents of a row, T all tokens.
 """
@@ -31,6 +32,12 @@ class CuSeqlens(NamedTuple):
     """A power of two that no document exceeds: kernels launch work for this many tokens of every document."""
 
 
+class KeysUpTo(NamedTuple):
+    """The position of the only query of each row. Keys after it are not read."""
+
+    place_1: Tensor
+
+
 class Scoring(NamedTuple):
     """How attention scores are computed, other than by a scaled causal product."""
 
@@ -48,13 +55,15 @@ def attend(
     query_BHLE: Tensor,
     key_BKLE: Tensor,
     value_BKLE: Tensor,
-    mask: Tensor | CuSeqlens | None,
+    mask: Tensor | CuSeqlens | KeysUpTo | None,
     scoring: Scoring = PLAIN,
 ) -> Tensor:
     """Scaled dot-product attention, causal if `mask` is None.
 
     If there are more keys than queries, the queries are the last tokens.
     """
+    if isinstance(mask, KeysUpTo):
+        return attend_one(query_BHLE, key_BKLE, value_BKLE, mask, scoring)
     length, seen = query_BHLE.shape[2], key_BKLE.shape[2]
     if scoring.window is not None and scoring.window >= seen:
         scoring = scoring._replace(window=None)
@@ -76,6 +85,26 @@ def attend(
     return F.scaled_dot_product_attention(
         query_BHLE, key_BKLE, value_BKLE, mask, is_causal=is_causal, scale=scoring.scale, enable_gqa=grouped
     )
+
+
+def attend_one(
+    query_BH1E: Tensor, key_BKLE: Tensor, value_BKLE: Tensor, upto: KeysUpTo, scoring: Scoring = PLAIN
+) -> Tensor:
+    """Attention of one query to the keys up to its position.
+
+    The query heads that share a key head are computed as so many queries, so that keys are read once and not repeated.
+    """
+    places = torch.arange(key_BKLE.shape[2], device=key_BKLE.device)
+    mask = places <= upto.place_1
+    if scoring.window is not None:
+        mask = mask & (places > upto.place_1 - scoring.window)
+    query_BKGE = query_BH1E.squeeze(2).unflatten(1, (key_BKLE.shape[1], -1))
+    mask_GL = mask.expand(query_BKGE.shape[2], -1)
+    if scoring.softcap is None:
+        out_BKGE = F.scaled_dot_product_attention(query_BKGE, key_BKLE, value_BKLE, mask_GL, scale=scoring.scale)
+    else:
+        out_BKGE = attend_capped(query_BKGE.float(), key_BKLE.float(), value_BKLE, mask_GL, scoring)
+    return out_BKGE.flatten(1, 2).unsqueeze(2)
 
 
 def near_mask(length: int, seen: int, window: int, device: torch.device) -> Tensor:
@@ -190,13 +219,13 @@ def attend_dropping(
     query_BHLE: Tensor,
     key_BKLE: Tensor,
     value_BKLE: Tensor,
-    mask: Tensor | CuSeqlens | None,
+    mask: Tensor | CuSeqlens | KeysUpTo | None,
     scoring: Scoring,
     rows_BHL: Tensor,
     share: float,
 ) -> Tensor:
     """Attention with dropout of its weights, in plain torch because no kernel accepts a given dropout mask."""
-    assert not isinstance(mask, CuSeqlens), "attention dropout needs a dense mask"
+    assert mask is None or isinstance(mask, Tensor), "attention dropout needs a dense mask"
     if scoring.window is not None:
         near = near_mask(query_BHLE.shape[2], key_BKLE.shape[2], scoring.window, query_BHLE.device)
         mask = near if mask is None else mask & near

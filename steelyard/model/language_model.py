@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from steelyard.core.recipe.blocks import ExpertsBlock, Rope
 from steelyard.core.recipe.model_section import ModelConfig
-from steelyard.model.attention import CuSeqlens, cu_seqlens_of, within_documents
+from steelyard.model.attention import CuSeqlens, KeysUpTo, cu_seqlens_of, within_documents
 from steelyard.model.batch import Batch
 from steelyard.model.dropout import Dropout, salt_of
 from steelyard.model.kv_cache import Cache
@@ -96,10 +96,14 @@ class LanguageModel(nn.Module):
             x_BLD = batch if self.embed is None else None
             batch = Batch(batch if x_BLD is None else batch.new_empty(batch.shape[:2], dtype=torch.long))
         position_ids_BL = batch.position_ids_BL
-        if position_ids_BL is None:
+        if position_ids_BL is None and cache is not None and cache.slot is not None:
+            position_ids_BL = cache.slot.place_1[None]
+        elif position_ids_BL is None:
             seen = 0 if cache is None else cache.length
             position_ids_BL = torch.arange(seen, seen + batch.tokens_BL.shape[1], device=batch.tokens_BL.device)[None]
         inputs, rotations = self._layer_inputs(batch, position_ids_BL), self.rotations(position_ids_BL)
+        if cache is not None and cache.slot is not None:
+            inputs = inputs._replace(mask=KeysUpTo(cache.slot.place_1))
         if self.embed is not None:
             x_BLD = self.embedded(batch.tokens_BL, position_ids_BL).to(self.dtype)
             x_BLD = self.embed_dropout(x_BLD, inputs.sample_ids_B, inputs.row_positions_BL)
@@ -116,7 +120,7 @@ class LanguageModel(nn.Module):
                 x_BLD, inputs._replace(rotation=rotations.get(self.blocks.layers[int(number)].attention.rope))
             )
         assert x_BLD is not None
-        if cache is not None:
+        if cache is not None and cache.slot is None:
             cache.length += batch.tokens_BL.shape[1]
         if self.norm is None or self.head is None:
             return x_BLD

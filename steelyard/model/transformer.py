@@ -21,7 +21,7 @@ from steelyard.core.recipe.blocks import (
     LayerBlock,
     NormBlock,
 )  # fmt: skip
-from steelyard.model.attention import CuSeqlens, Scoring, attend, attend_dropping, rows_of
+from steelyard.model.attention import CuSeqlens, KeysUpTo, Scoring, attend, attend_dropping, rows_of
 from steelyard.model.dropout import Dropout
 from steelyard.model.experts import Experts, RouterOutput, with_router_loss
 from steelyard.model.kv_cache import LayerCache
@@ -35,7 +35,7 @@ class LayerInputs(NamedTuple):
 
     rotation: Rotation | None = None
     """Of this layer's rotary positions."""
-    mask: Tensor | CuSeqlens | None = None
+    mask: Tensor | CuSeqlens | KeysUpTo | None = None
     sample_ids_B: Tensor | None = None
     row_positions_BL: Tensor | None = None
     cache: LayerCache | None = None

@@ -13,6 +13,7 @@ from steelyard.checkpoint.formats.key_mapping import hugging_face, joined
 from steelyard.checkpoint.formats.source import TABLES, padded
 from steelyard.checkpoint.formats.write import Target, convert
 from steelyard.core.errors import UserError
+from steelyard.evaluate.decode_graph import Decoder
 from steelyard.model import Batch, Cache
 
 SIZES = {
@@ -120,6 +121,11 @@ def test_logits_and_greedy_tokens_are_those_of_transformers(theirs):
         cache = Cache(LENGTH)
         pieces = [network(part, cache=cache) for part in (tokens[:, :17], *tokens[:, 17:].split(1, dim=1))]
         assert_close(torch.cat(pieces, dim=1), expected)
+        cache = Cache(LENGTH)
+        network(tokens[:, :17], cache=cache)
+        decoder = Decoder(network, cache, rows=2)
+        steps = [decoder.logits(part).clone() for part in tokens[:, 17:].split(1, dim=1)]
+        assert_close(torch.stack(steps, dim=1), expected[:, 17:])
         settings = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
         greedy = theirs[0].generate(tokens[:1, :12], **settings)[0, 12:]
         cache, ours, part = Cache(LENGTH), [], tokens[:1, :12]

@@ -10,7 +10,7 @@ import torch
 
 from steelyard import model
 from steelyard.checkpoint.formats import load_into, open_source, safetensors
-from steelyard.checkpoint.formats.compressed_tensors import compress
+from steelyard.checkpoint.formats.compressed_tensors import INDICES, VALUES, WEIGHT, compress, crowded, matrices
 from steelyard.checkpoint.formats.write import Target, convert
 from steelyard.core.errors import UserError
 from steelyard.evaluate.load_model import loaded
@@ -18,6 +18,7 @@ from steelyard.sparsity import frozen_base as bases
 from steelyard.sparsity import mask_file, sparse_linear
 from steelyard.sparsity.patterns import Pattern
 from steelyard.sparsity.pruned_source import opened
+from steelyard.sparsity.random_source import RandomCompressed
 from steelyard.sparsity.semi_structured import compressible, export, packed
 from steelyard.sparsity.target_modules import maskable
 from tests.checkpoint.models import EXPERTS, SHAPES, Held, assert_equal
@@ -265,6 +266,26 @@ def test_a_benchmark_of_sparse_speed_wants_a_gpu_or_to_be_told_otherwise(folder,
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert [row["what"] for row in rows] == ["memory", "prefill 8", "decode 2"]
     assert all(row["dense"] > 0 and row["sparse"] > 0 for row in rows)
+
+
+def test_a_shape_is_measured_with_random_weights(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    small = (
+        'extends = "llama3.2-1b"\n[model]\nlayers = 2\nhidden = 64\nheads = 4\nkv_heads = 2\nffn = 128\nvocab = 96\n'
+    )
+    (tmp_path / "small.toml").write_text(small)
+    source = RandomCompressed("small.toml")
+    assert source.compressed == matrices(source.sizes())
+    assert all(crowded(source.tensor(name)) is None for name in source.compressed)
+    for name in source.compressed:
+        parts = [source.tensor(name.removesuffix(WEIGHT) + part) for part in (VALUES, INDICES)]
+        assert all(map(torch.equal, parts, compress(source.tensor(name))))
+    words = ("--device", "cpu", "--prompt", "8", "--context", "4", "--batch", "2", "--json")
+    assert run("bench", "sparse", "--shape", "small.toml", *words) == 0
+    rows = {row["what"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+    assert rows["memory"]["sparse"] < rows["memory"]["dense"]
+    assert run("bench", "sparse", *words) == 2
+    assert "either a checkpoint or --shape" in capsys.readouterr().err
 
 
 def test_a_model_that_is_not_pruned_is_refused_with_a_way_out(folder, monkeypatch, capsys):

@@ -1,0 +1,83 @@
+"""A model of a known shape with random 2:4 weights, to measure its speed without a checkpoint."""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from steelyard.checkpoint.formats import CheckpointSource
+from steelyard.checkpoint.formats.compressed_tensors import GROUP, INDICES, KEPT, VALUES, WEIGHT, compress, matrices
+from steelyard.checkpoint.formats.source import expected_sizes
+from steelyard.core.recipe import load_recipe
+from steelyard.sparsity.semi_structured import Compressing
+
+STD = 0.02
+PAIRS = list(itertools.combinations(range(GROUP), KEPT))  # the places that a group may keep
+
+
+class RandomSource(CheckpointSource):
+    """Weights of a recipe's model. Layers share their values, so that large models are ready quickly."""
+
+    format = "random"
+
+    def __init__(self, shape: str) -> None:
+        self.path, self.config, self.dtype = Path(shape), load_recipe(shape).model, torch.bfloat16
+        self.layout, self.extra, self.tokenizer_files = {}, {}, []
+        self._sizes = expected_sizes(self.config)
+        self.pruned = matrices(self._sizes)
+
+    def names(self) -> list[str]:
+        """All tensors of the model."""
+        return list(self._sizes)
+
+    def sizes(self) -> dict[str, tuple[int, ...]]:
+        """Their sizes."""
+        return self._sizes
+
+    def tensor(self, name: str) -> Tensor:
+        """Random values, 2:4 in the matrices of layers, and ones in norms."""
+        size = self._sizes[name]
+        if len(size) == 1:
+            return torch.full(size, 1.0 if name.endswith(WEIGHT) else 0.0)
+        return _random(_kind(name), size, name in self.pruned)
+
+
+class RandomCompressed(Compressing):
+    """The same with compressed matrices."""
+
+    def __init__(self, shape: str) -> None:
+        source = RandomSource(shape)
+        super().__init__(source, source.pruned)
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor of the source, or the values or indices of one of its matrices."""
+        if not name.endswith((VALUES, INDICES)):
+            return super().tensor(name)
+        stem, _, kind = name.rpartition(".")
+        return _compressed(_kind(stem + WEIGHT), self.sizes()[stem + WEIGHT])[kind == INDICES[1:]]
+
+
+def _kind(name: str) -> str:
+    """The name of a tensor without the number of its layer."""
+    return name.split(".", 2)[-1] if name.startswith("layers.") else name
+
+
+@lru_cache(maxsize=16)
+def _random(kind: str, size: tuple[int, ...], pruned: bool) -> Tensor:
+    generator = torch.Generator().manual_seed(zlib.crc32(kind.encode()))
+    values = torch.empty(size, dtype=torch.bfloat16).normal_(0.0, STD, generator=generator)
+    if pruned:
+        kept = torch.tensor([[place in pair for place in range(GROUP)] for pair in PAIRS])
+        chosen = torch.randint(len(PAIRS), (*size[:-1], size[-1] // GROUP), generator=generator)
+        values *= kept[chosen].flatten(-2)
+    return values
+
+
+@lru_cache(maxsize=16)
+def _compressed(kind: str, size: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    return compress(_random(kind, size, True))
