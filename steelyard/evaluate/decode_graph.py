@@ -37,6 +37,7 @@ class Decoder:
     def logits(self, tokens: Tensor | int) -> Tensor:
         """The logits (B, V) after a further token of each row. They are overwritten by the next call."""
         place = self.cache.length
+        self.cache.grow()
         self.tokens_B1.copy_(tokens) if isinstance(tokens, Tensor) else self.tokens_B1.fill_(tokens)
         self.place_1.fill_(place)
         logits_BV = self._replayed(span_of(place + 1, self.cache.allocated))

@@ -2,7 +2,7 @@
 
 With it a new token costs one row of attention instead of a pass over the whole text. Memory for `capacity` tokens is
 allocated when the first tokens arrive and show the shape: under tensor parallelism a layer has this rank's heads. A
-capacity that was increased later is allocated when it is needed.
+capacity that was increased is allocated with the next tokens.
 
 With a `Slot` one token is appended at a position that is a tensor, and all shapes stay the same from token to token, so
 that a CUDA graph can replay them.
@@ -26,7 +26,7 @@ class Slot(NamedTuple):
     """How many positions attention reads. Those after the place are masked."""
 
 
-ALIGNED = 64  # Memory is allocated for a multiple of this many tokens: kernels read whole blocks.
+STEP = 1024  # Memory grows in steps of this many tokens, so that a conversation seldom needs new memory.
 
 
 class Cache:
@@ -48,13 +48,19 @@ class Cache:
 
     @property
     def allocated(self) -> int:
-        """Tokens for which there is memory, once there is."""
-        return -(-self.capacity // ALIGNED) * ALIGNED
+        """Tokens for which there is memory once the cache has tokens."""
+        return -(-self.capacity // STEP) * STEP
 
     @property
     def address(self) -> int:
         """Where the memory of the first layer begins; it changes when the cache is allocated again."""
         return next((layer.address for layer in self._layers.values()), 0)
+
+    def grow(self) -> None:
+        """Allocate the present capacity."""
+        for layer in self._layers.values():
+            layer.capacity = self.allocated
+            layer.grow()
 
     def forget(self, length: int = 0) -> None:
         """Truncate the cache to `length` tokens and keep its memory."""
@@ -78,23 +84,33 @@ class LayerCache:
 
     def extended(self, key_BKLE: Tensor, value_BKLE: Tensor) -> tuple[Tensor, Tensor]:
         """All keys and values so far, the new ones last. With a slot: those of its span."""
+        if self._buffers is None:
+            self._buffers = self._zeros(key_BKLE), self._zeros(value_BKLE)
         if self.slot is not None:
-            return self._written(self.slot, key_BKLE, value_BKLE)
+            for buffer, new in zip(self._buffers, (key_BKLE, value_BKLE), strict=True):
+                buffer.index_copy_(2, self.slot.place_1, new)
+            return self._until(self.slot.span)
+        self.grow()
         end = self.length + key_BKLE.shape[2]
         assert end <= self.capacity, f"{end} tokens do not fit in a cache for {self.capacity}"
-        if self._buffers is None or end > self._buffers[0].shape[2]:
-            batch, heads, _, width = key_BKLE.shape
-            before, key_buffer = self._buffers, key_BKLE.new_zeros(batch, heads, self.capacity, width)
-            self._buffers = key_buffer, value_BKLE.new_zeros(batch, heads, self.capacity, width)
-            for buffer, old in zip(self._buffers, before or (), strict=False):
-                buffer[:, :, : self.length] = old[:, :, : self.length]
         for buffer, new in zip(self._buffers, (key_BKLE, value_BKLE), strict=True):
             buffer[:, :, self.length : end] = new
         self.length = end
+        return self._until(end)
+
+    def grow(self) -> None:
+        """Allocate the present capacity. Where the memory begins changes only if it was less."""
+        if self._buffers is None or self._buffers[0].shape[2] >= self.capacity:
+            return
+        olds, self._buffers = self._buffers, (self._zeros(self._buffers[0]), self._zeros(self._buffers[1]))
+        for buffer, old in zip(self._buffers, olds, strict=True):
+            buffer[:, :, : old.shape[2]] = old
+
+    def _until(self, end: int) -> tuple[Tensor, Tensor]:
+        assert self._buffers is not None
         return self._buffers[0][:, :, :end], self._buffers[1][:, :, :end]
 
-    def _written(self, slot: Slot, key_BK1E: Tensor, value_BK1E: Tensor) -> tuple[Tensor, Tensor]:
-        assert self._buffers is not None, "a slot needs a cache that holds the prompt"
-        for buffer, new in zip(self._buffers, (key_BK1E, value_BK1E), strict=True):
-            buffer.index_copy_(2, slot.place_1, new)
-        return self._buffers[0][:, :, : slot.span], self._buffers[1][:, :, : slot.span]
+    def _zeros(self, like_BKLE: Tensor) -> Tensor:
+        """Memory for all tokens. Masked values must be finite."""
+        batch, heads, _, width = like_BKLE.shape
+        return like_BKLE.new_zeros(batch, heads, self.capacity, width)
