@@ -104,6 +104,10 @@ def cases() -> list[Case]:
             settings = (*UNCOMPILED, *SGD, f"train.precision={precision}", *more)
             name = f"{layout}, llama, {precision}"
             found.append(Case(name, ranks, "llama", overrides, tolerance, settings, precision=precision))
+            if precision == "fp8":
+                settings = (*settings, "train.fp8_scaling=row")
+                case = Case(f"{name} by row", ranks, "llama", overrides, tolerance, settings, precision=precision)
+                found.append(case)
     for family, layout in FOR_MASKS:
         ranks, overrides = test_masks.LAYOUTS[layout]
         name = f"masks, {layout}, {family}"
