@@ -29,8 +29,10 @@ VARIANTS = {
     "fp8-row": [FP8, "train.fp8_scaling=row"],
     "bf16-state": [*BASELINE, "optim.state=bf16"],
     "int8-state": [*BASELINE, "optim.state=int8"],
+    "bf16-gradients": [*BASELINE, "optim.gradients=bf16"],
+    "int8-state-bf16-gradients": [*BASELINE, "optim.state=int8", "optim.gradients=bf16"],
 }
-ON_A_CPU = ["bf16-state", "int8-state"]
+ON_A_CPU = ["bf16-state", "int8-state", "bf16-gradients"]
 
 
 def main() -> None:

@@ -59,6 +59,22 @@ def training_in_fp8(overrides: list[str], run: str) -> str:
         devices.has_fp8 = asked
 
 
+def training_with_gradient_dtypes(overrides: list[str], run: str) -> list[str]:
+    """Train the tiny recipe; returns the dtypes of the gradients that the optimizer receives."""
+    seen, step = set(), engine.Optimizer.step
+
+    def watched(self: engine.Optimizer, *args: Any) -> None:
+        seen.update(str(part.gradient.dtype) for part in self.parts if part.gradient is not None)
+        step(self, *args)
+
+    engine.Optimizer.step = watched  # type: ignore[method-assign]
+    try:
+        training(overrides, run)
+    finally:
+        engine.Optimizer.step = step  # type: ignore[method-assign]
+    return sorted(seen)
+
+
 def pruning(request: dict[str, Any]) -> dict[str, Any] | str:
     """Prune a checkpoint; returns the report or the error. `fails_at_layer`: rank 0 fails before it saves this one."""
     console.quiet = True
