@@ -61,7 +61,7 @@ def _store_gradients(model: LanguageModel, dtype: torch.dtype) -> None:
         if isinstance(parameter, DTensor):
             # FSDP casts a reduced gradient to the dtype of the weights, then calls this hook.
             parameter.grad_dtype = None
-            parameter.register_post_accumulate_grad_hook(cast)
+            parameter.register_post_accumulate_grad_hook(cast)  # type: ignore[no-untyped-call]
         elif parameter.requires_grad:
             parameter.grad_dtype = dtype
 
