@@ -130,7 +130,7 @@ NOT_NEEDED: dict[str, list[str]] = {
     ],
     "fp8 has no delayed or block-wise scaling; train.fp8_scaling is tensor or row": ["--fp8-*"],
     "no effect on a model without experts": [*OF_EXPERTS],
-    "always on in Steelyard: softmax and gradient accumulation are fp32": [
+    "the default in Steelyard: softmax and gradient accumulation are fp32": [
         "--accumulate-allreduce-grads-in-fp32", "--attention-softmax-in-fp32",
     ],
     "always on in Steelyard: the same command resumes a run, a stop signal saves, and checkpoints are verified": [
