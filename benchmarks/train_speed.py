@@ -1,6 +1,7 @@
 """Training speed on one GPU, compared with transformers, in one run.
 
     python benchmarks/train_speed.py llama --precision bf16 fp8 --peer
+    python benchmarks/train_speed.py llama --precision bf16 fp8 --fp8-scaling tensor row
     python benchmarks/train_speed.py gpt2 --peer
 
 Full optimizer steps on random tokens: forward, backward, clipping, fused AdamW. The median step counts. MFU is relative
@@ -42,6 +43,7 @@ def main() -> None:
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("overrides", nargs="*", help="recipe overrides, such as train.micro_batch=8")
     parser.add_argument("--precision", nargs="+", default=["bf16"])
+    parser.add_argument("--fp8-scaling", nargs="+", default=["tensor"], help="fp8: tensor, row or both")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--peer", action="store_true", help="also time transformers, compiled and under autocast")
     parser.add_argument("--floor", action="store_true", help="also time only the matrix products and attention")
@@ -49,8 +51,11 @@ def main() -> None:
     options = parser.parse_args()
     name, overrides = SHAPES[options.shape]
     for precision in options.precision:
-        recipe = load_recipe(name, [*overrides, f"train.precision={precision}", *options.overrides])
-        report(f"steelyard {precision}", recipe, *ours(recipe, options.steps, options.profile))
+        for scaling in options.fp8_scaling if precision == "fp8" else ["tensor"]:
+            kind = [f"train.precision={precision}", f"train.fp8_scaling={scaling}"]
+            recipe = load_recipe(name, [*overrides, *kind, *options.overrides])
+            what = f"steelyard {precision}" + (" by row" if scaling == "row" else "")
+            report(what, recipe, *ours(recipe, options.steps, options.profile))
     if options.floor:
         report("floor", recipe, floor(recipe), 0.0, [])
     if options.peer:

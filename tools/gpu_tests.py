@@ -36,7 +36,9 @@ from slices import Record, device, versions  # noqa: E402
 FILES = (
     "tests/sizes/test_activations.py", "tests/model/test_modules.py", "tests/model/test_kernels.py",
     "tests/model/test_windowed_attention.py", "tests/model/test_experts.py", "tests/training/test_step_graph.py",
-    "tests/training/test_kernels.py", "tests/sparsity/test_masked_kernels.py", "tests/sparsity/test_sparse_gemv.py",
+    "tests/training/test_kernels.py", "tests/training/test_fp8.py", "tests/training/test_small_state.py",
+    "tests/training/test_bf16_gradients.py",
+    "tests/sparsity/test_masked_kernels.py", "tests/sparsity/test_sparse_gemv.py",
     "tests/sparsity/test_patterns.py", "tests/parallel/test_activation_checkpoint.py",
 )  # fmt: skip
 PACKAGES = ("torch", "triton", "transformers")

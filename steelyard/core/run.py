@@ -41,7 +41,7 @@ MAY_CHANGE = (
     "train.steps", "train.samples", "train.tokens", "train.max_hours", "train.micro_batch", "train.device",
     "train.compile",
     "train.nonfinite_limit", "train.max_skipped_fraction", "optim.offload", "parallel.", "log.", "checkpoint.",
-    "eval.batches", "optim.state", "sparsity.base", "site.",
+    "eval.batches", "optim.state", "optim.gradients", "sparsity.base", "site.",
 )  # fmt: skip
 LIBRARIES = ("torch", "numpy", "pydantic", "tokenizers")
 

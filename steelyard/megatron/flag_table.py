@@ -128,9 +128,9 @@ NOT_NEEDED: dict[str, list[str]] = {
         "--num-dataset-builder-threads", "--abort-on-unmet-fused-kernel-constraints",
         "--use-contiguous-parameters-in-local-ddp",
     ],
-    "how fp8 is scaled is not a setting of a recipe": ["--fp8-*"],
+    "fp8 has no delayed or block-wise scaling; train.fp8_scaling is tensor or row": ["--fp8-*"],
     "no effect on a model without experts": [*OF_EXPERTS],
-    "always on in Steelyard: softmax and gradient accumulation are fp32": [
+    "the default in Steelyard: softmax and gradient accumulation are fp32": [
         "--accumulate-allreduce-grads-in-fp32", "--attention-softmax-in-fp32",
     ],
     "always on in Steelyard: the same command resumes a run, a stop signal saves, and checkpoints are verified": [

@@ -9,24 +9,30 @@ zero 3   weights are sharded too: those of a layer are all-gathered when it comp
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from steelyard.model import LanguageModel
 from steelyard.model.experts import Experts
 from steelyard.parallel.mesh import Mesh
 
 
-def materialise(model: LanguageModel, device: torch.device, mesh: Mesh, zero: int) -> None:
-    """Allocate and shard a model layer by layer, so that no rank holds more than one unsharded layer."""
+def materialise(
+    model: LanguageModel, device: torch.device, mesh: Mesh, zero: int, gradients: torch.dtype = torch.float32
+) -> None:
+    """Allocate and shard a model layer by layer, so that no rank holds more than one unsharded layer.
+
+    `gradients` is the dtype in which gradients are accumulated and reduced.
+    """
     own = mesh.expert.size > 1
     for layer in model.layers.values():
         layer.to_empty(device=device)
         for buffer in layer.buffers():
             buffer.zero_()
         if mesh.sharding.mesh is not None:
-            _shard_layer(layer, model.dtype, mesh, zero, own)
+            _shard_layer(layer, model.dtype, mesh, zero, own, gradients)
     for name, child in model.named_children():
         if name != "layers":
             child.to_empty(device=device)
@@ -34,20 +40,41 @@ def materialise(model: LanguageModel, device: torch.device, mesh: Mesh, zero: in
     if mesh.sharding.mesh is None:
         if model.embed is not None and model.head is not None and model.embed.weight is model.head.weight:
             # The gradient of the embedding rows is added to the head's gradient without a dense matrix of zeros. Not
-            # under FSDP: its gradient has 16 bits, and each addition would be rounded.
-            model.embed.sparse = True
+            # to a gradient in 16 bits, as under FSDP: each addition would be rounded.
+            model.embed.sparse = gradients == torch.float32
     elif next(model.parameters(), None) is not None:
         whole = {parameter for layer in model.layers.values() for parameter in _whole_params(layer, mesh)}
-        _shard(model, model.dtype, mesh.sharding.mesh, zero, whole)
+        _shard(model, model.dtype, mesh.sharding.mesh, zero, whole, gradients)
+    if gradients != torch.float32:
+        _store_gradients(model, gradients)
 
 
-def _shard_layer(layer: nn.Module, dtype: torch.dtype, mesh: Mesh, zero: int, own: bool) -> None:
+def _store_gradients(model: LanguageModel, dtype: torch.dtype) -> None:
+    """Keep gradients in another dtype than the weights."""
+
+    def cast(parameter: Tensor) -> None:
+        gradient = parameter.grad
+        if gradient is not None and gradient.dtype != dtype:
+            parameter.grad = gradient.to(dtype)
+
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor):
+            # FSDP casts a reduced gradient to the dtype of the weights, then calls this hook.
+            parameter.grad_dtype = None
+            parameter.register_post_accumulate_grad_hook(cast)  # type: ignore[no-untyped-call]
+        elif parameter.requires_grad:
+            parameter.grad_dtype = dtype
+
+
+def _shard_layer(
+    layer: nn.Module, dtype: torch.dtype, mesh: Mesh, zero: int, own: bool, gradients: torch.dtype
+) -> None:
     """Shard a layer; if the expert axis splits its experts, they are sharded over other ranks than the rest."""
     assert mesh.sharding.mesh is not None
     mlp = layer.get_submodule("mlp")
     if own and isinstance(mlp, Experts) and mesh.expert_sharding.mesh is not None:
-        _shard(mlp.experts, dtype, mesh.expert_sharding.mesh, zero, set())
-    _shard(layer, dtype, mesh.sharding.mesh, zero, _whole_params(layer, mesh))
+        _shard(mlp.experts, dtype, mesh.expert_sharding.mesh, zero, set(), gradients)
+    _shard(layer, dtype, mesh.sharding.mesh, zero, _whole_params(layer, mesh), gradients)
 
 
 def _whole_params(layer: nn.Module, mesh: Mesh) -> set[nn.Parameter]:
@@ -61,11 +88,18 @@ def _whole_params(layer: nn.Module, mesh: Mesh) -> set[nn.Parameter]:
     return whole
 
 
-def _shard(module: nn.Module, dtype: torch.dtype, mesh: DeviceMesh, zero: int, whole: set[nn.Parameter]) -> None:
+def _shard(
+    module: nn.Module,
+    dtype: torch.dtype,
+    mesh: DeviceMesh,
+    zero: int,
+    whole: set[nn.Parameter],
+    gradients: torch.dtype,
+) -> None:
     # Frozen weights already have the compute dtype, and the parameters trained beside them are used in fp32.
     is_frozen = any(not parameter.requires_grad for parameter in module.parameters() if parameter not in whole)
     param_dtype = None if is_frozen or dtype == torch.float32 else dtype
-    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=gradients, cast_forward_inputs=False)
     sharded = fully_shard(
         module, mesh=mesh, mp_policy=policy, reshard_after_forward=zero == 3, ignored_params=whole or None
     )

@@ -40,7 +40,8 @@ class Gradients:
         gradients = [part.gradient for part in self.counted]
         if gradients:
             zero = torch.zeros(1, device=self.device)
-            norms = torch._foreach_norm([zero if gradient is None else gradient for gradient in gradients], 2)
+            given = [zero if gradient is None else gradient for gradient in gradients]
+            norms = torch._foreach_norm(given, 2, dtype=torch.float32)
             self.norms = torch.stack(norms)
             squares = (self.norms.double().square() * self.shares).sum()
         sums = torch.cat([squares[None], others.double()])

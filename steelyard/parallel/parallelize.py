@@ -67,7 +67,8 @@ def assemble(
         if compiled:
             for layer in model.layers.values():
                 layer.compile(options=COMPILING)
-        fsdp.materialise(model, device, mesh, parallel.zero)
+        gradients = torch.bfloat16 if recipe.optim.gradients == "bf16" else torch.float32
+        fsdp.materialise(model, device, mesh, parallel.zero, gradients)
         stages[number] = model
         parts += parts_of(model, mesh, cuts, expert_cuts, by_sequence)
     pipeline = Pipeline(stages, parallel, mesh.pipeline, device) if mesh.pipeline.size > 1 else None

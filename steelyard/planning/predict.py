@@ -176,7 +176,7 @@ class Predictor:
             stage_ranks=layout.stage_ranks,
             send=send,
             weight_bytes=self.each,
-            gradient_bytes=software.gradient_bytes or (2 if self.recipe.train.precision == "fp16" else 4),
+            gradient_bytes=update_cost.reduced_bytes(software, self.recipe),
             overlaps_gradients=software.overlapped,
             waits_to_send=software.waits_to_send,
             waits_to_receive=software.waits_to_receive,

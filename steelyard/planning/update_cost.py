@@ -10,9 +10,10 @@ from collections import Counter
 from dataclasses import dataclass
 
 from steelyard.core.recipe import Recipe
-from steelyard.core.recipe.optimizers import OPTIMIZERS, STATE_BYTES
+from steelyard.core.recipe.optimizers import GRADIENT_BYTES, OPTIMIZERS, STATE_BYTES
 from steelyard.planning.cluster import Nodes
 from steelyard.planning.compute import Work
+from steelyard.planning.software import Software
 from steelyard.sizes.activations import FP32
 from steelyard.sizes.param_count import parameters
 
@@ -46,10 +47,18 @@ def optimizer(work: Work, recipe: Recipe) -> UpdateCost:
     spec = OPTIMIZERS[optim.name]
     states = spec.states + (spec.matrix_states - spec.states) * sizes.matrices / sizes.total
     bytes_ = work.software.optimizer_bytes - 2 * (FP32 * ADAM_STATES - STATE_BYTES[optim.state] * states)
+    bytes_ -= FP32 - GRADIENT_BYTES[optim.gradients]
     bytes_ += work.software.fp16_bytes if work.precision == "fp16" else 0.0
     peak = work.gpu.peak(optim.muon_precision)
     rate = work.rate if peak is None else peak * work.gpu.sustained
     return UpdateCost(bytes_, work.bandwidth, layer=matrix_flops(recipe) / rate)
+
+
+def reduced_bytes(software: Software, recipe: Recipe) -> int:
+    """Bytes of a gradient that ranks reduce."""
+    if recipe.optim.gradients == "bf16":
+        return GRADIENT_BYTES["bf16"]
+    return software.gradient_bytes or (2 if recipe.train.precision == "fp16" else 4)
 
 
 def matrix_flops(recipe: Recipe) -> float:

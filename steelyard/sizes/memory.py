@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from operator import mul
 
 from steelyard.core.recipe import Recipe
-from steelyard.core.recipe.optimizers import OPTIMIZERS, STATE_BYTES
+from steelyard.core.recipe.optimizers import GRADIENT_BYTES, OPTIMIZERS, STATE_BYTES
 from steelyard.core.recipe.parallel_section import Partition
 from steelyard.sizes import activations, head_memory, memory_copies
 from steelyard.sizes.activations import FP32, working_bytes
@@ -118,6 +118,7 @@ class RankPeak:
             self.trained = self.adapter.parameters * sum(self.layers)
             saved = self.each * self.matrices - self.adapter.matrix_bytes
             self.stored += FP32 * self.trained - saved * sum(self.layers)
+        self.gradient_bytes = GRADIENT_BYTES[recipe.optim.gradients]
         self.columns = shared.data_ranks * parallel.context
         self.shards = self.columns // parallel.replicate if parallel.zero else 1
         # Experts that the expert axis splits are sharded over the ranks that hold the same ones, if there are any.
@@ -141,7 +142,7 @@ class RankPeak:
         memory = Memory(
             weights=kept,
             working_copies=self._working_copies() + self._masked_weights(),
-            gradients=self._gradients(sharded),
+            gradients=self._gradients(),
             optimizer=0 if offload else state,
             activations=self._most(self._kept, self._held_for_weights),
             temporaries=self._temporaries(),
@@ -151,10 +152,10 @@ class RankPeak:
             host=copies + (state + 2 * sharded if offload else 0),
             memory_copies=copies,
         )
-        most = peak(self._moments(memory, sharded))
+        most = peak(self._moments(memory))
         return replace(memory, not_at_once=min(0, most - memory.total))
 
-    def _moments(self, memory: Memory, sharded: int) -> MomentSizes:
+    def _moments(self, memory: Memory) -> MomentSizes:
         """The sizes of the moments of a step."""
         in_flight = max(sum(state[: len(self.stages)]) for state in self.states)
         tables, table = self._head_gradients()
@@ -162,14 +163,16 @@ class RankPeak:
         is_cast = self.is_last and self.columns == 1 and self.each != self.weight_bytes
         cast = head_memory.cast_head(self.recipe) if is_cast else 0
         accumulates = self._accumulates()
-        whole = FP32 * self.trained if accumulates or self.shards == 1 else sharded
+        sharded = self.gradient_bytes * self._share(self.trained)
+        unsharded = self.gradient_bytes * self.trained
+        whole = unsharded if accumulates or self.shards == 1 else sharded
         # After the first backward pass nothing more is added to the activations if all micro-batches are in flight.
         is_first = self.micro_batches * len(self.stages) <= in_flight
         layer = max(part.layer for part in self.parts)
         unit = 0 if self.is_frozen else layer
         held = any(self.layers)
         buffers, end_buffers = self._layer_buffers(ends=False), self._layer_buffers()
-        casting = buffers - (FP32 * unit if self.columns > 1 else 0)  # The sum over ranks is in fp32.
+        casting = buffers - (self._reduce_buffers(unit) if self.columns > 1 else 0)
         return MomentSizes(
             always=memory.weights + memory.optimizer + memory.exchange_buffers,
             copies=memory.working_copies,
@@ -177,7 +180,7 @@ class RankPeak:
             in_flight=in_flight,
             layers=sum(self.layers),
             before=0 if is_first else whole,
-            after=FP32 * self.trained if self.shards == 1 else max(sharded, whole if accumulates else 0),
+            after=unsharded if self.shards == 1 else max(sharded, whole if accumulates else 0),
             new=FP32 * unit if self.columns == 1 and held else 0,
             logits=memory.head_and_loss - tables - table + cast,
             tables=tables,
@@ -257,18 +260,18 @@ class RankPeak:
 
         return self._most(masked, lambda local: size * self.layers[local])
 
-    def _gradients(self, sharded: int) -> int:
-        """Gradients in fp32: unsharded while micro-batches accumulate, unless ZeRO 2 reduces after each of them.
+    def _gradients(self) -> int:
+        """Gradients: unsharded while micro-batches accumulate, unless ZeRO 2 reduces after each of them.
 
         Stages of torch.distributed.pipelining reduce once per step for every `zero`.
         """
-        whole = FP32 * self.trained
+        whole, sharded = (self.gradient_bytes * size for size in (self.trained, self._share(self.trained)))
         if self.shards == 1:
             return whole
         if not self._accumulates():
             return sharded
         # Experts of this rank alone are not reduced.
-        return whole + sharded - (FP32 * self.trained_experts if self.expert_shards == 1 else 0)
+        return whole + sharded - (self.gradient_bytes * self.trained_experts if self.expert_shards == 1 else 0)
 
     def _accumulates(self) -> bool:
         """Whether unsharded gradients add up over micro-batches."""
@@ -337,7 +340,12 @@ class RankPeak:
             cast = 0 if self.each == FP32 else 2 * self.each * experts
         # ZeRO 3: the current layer, and the flat gather buffer of the next one.
         gathering = 2 * self.each * layer if self.parallel.zero == 3 else 0
-        return gathering + (self.each + FP32) * unit + cast
+        return gathering + self.each * unit + self._reduce_buffers(unit) + cast
+
+    def _reduce_buffers(self, unit: int) -> int:
+        """The flat sum of a unit's gradients over ranks; FSDP casts its own shard of a bf16 sum to fp32 and back."""
+        casts = 0 if self.gradient_bytes == FP32 else (self.gradient_bytes + FP32) * -(-unit // self.shards)
+        return self.gradient_bytes * unit + casts
 
     def _exchange_buffers(self) -> int:
         """Communication buffers for activations.

@@ -22,11 +22,16 @@ def choose(recipe: Recipe) -> torch.device:
     if name == "cuda" and not has_gpu:
         raise UserError("no CUDA device is available", where=recipe.where("train.device"), hint="use auto or cpu")
     is_cuda = name == "cuda" or (name == "auto" and has_gpu)
-    if recipe.train.precision == "fp8" and (not is_cuda or torch.cuda.get_device_capability() < FP8_SINCE):
+    if recipe.train.precision == "fp8" and not has_fp8(is_cuda):
         raise UserError(
             "this device does not support fp8", where=recipe.where("train.precision"), hint='use "bf16" here'
         )
     return torch.device("cuda" if is_cuda else "cpu")
+
+
+def has_fp8(is_cuda: bool) -> bool:
+    """Whether this device has fp8 products. `fp8.py` also runs on a CPU, for tests, but rounds for nothing there."""
+    return is_cuda and torch.cuda.get_device_capability() >= FP8_SINCE
 
 
 def compute_dtype(precision: str, device: torch.device) -> torch.dtype:

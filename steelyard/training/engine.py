@@ -50,7 +50,7 @@ class Engine:
         def transform(model: LanguageModel) -> None:
             extension.transform(model)
             if recipe.train.precision == "fp8":
-                fp8.convert(model)
+                fp8.convert(model, recipe.train.fp8_scaling)
 
         compiled = devices.compiles(recipe, device)
         dtype = devices.compute_dtype(recipe.train.precision, device)

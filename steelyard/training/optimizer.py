@@ -44,6 +44,8 @@ class Optimizer:
         self.parts = [part for part in trained if part.tensor.numel()]
         self.on_host = on_host
         self.tensors = [_host_copy(part.tensor) if on_host else part.tensor for part in self.parts]
+        for tensor in self.tensors:
+            tensor.grad_dtype = None  # `optim.gradients` may be smaller than the weights.
         tensor_of = dict(zip(self.parts, self.tensors, strict=True))
         params = [_param(part, tensor_of.get(part, part.tensor), optim, options_of(part)) for part in trained]
         self.torch = build(params, optim, stage) if params else None

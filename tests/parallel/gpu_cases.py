@@ -11,6 +11,7 @@ from typing import Any, Literal
 from tests.finetuning.conftest import write_bases
 from tests.parallel import (
     jobs,
+    test_bf16_gradients,
     test_experts,
     test_finetuning,
     test_flight_records,
@@ -100,10 +101,17 @@ def cases() -> list[Case]:
                 (last if any(word in layout for word in LAST) else found).append(case)
     for layout in FOR_PRECISION:
         ranks, overrides = known[layout]
+        settings = (*UNCOMPILED, *test_bf16_gradients.SETTINGS)
+        name, tolerance = f"{layout}, llama, bf16 gradients", test_bf16_gradients.ROUNDING
+        found.append(Case(name, ranks, "llama", overrides, tolerance, settings, precision="bf16"))
         for precision, tolerance, more in (("bf16", BF16, ()), ("fp8", FP8, (WIDE,))):
             settings = (*UNCOMPILED, *SGD, f"train.precision={precision}", *more)
             name = f"{layout}, llama, {precision}"
             found.append(Case(name, ranks, "llama", overrides, tolerance, settings, precision=precision))
+            if precision == "fp8":
+                settings = (*settings, "train.fp8_scaling=row")
+                case = Case(f"{name} by row", ranks, "llama", overrides, tolerance, settings, precision=precision)
+                found.append(case)
     for family, layout in FOR_MASKS:
         ranks, overrides = test_masks.LAYOUTS[layout]
         name = f"masks, {layout}, {family}"

@@ -31,6 +31,7 @@ from steelyard.sparsity.finished_layers import FinishedLayers
 from steelyard.sparsity.layerwise import LayerOnDevice
 from steelyard.sparsity.prune import prune
 from steelyard.sparsity.prune_request import PruneRequest
+from steelyard.training import device as devices
 from steelyard.training import engine, trainer
 from steelyard.training.extension import Extension
 from tests.finetuning.conftest import recipe_of
@@ -47,6 +48,31 @@ def training(overrides: list[str], run: str, extension: Extension | None = None,
         torch._dynamo.reset()
     trainer.run(recipe, Path(run), extension or sparsity.extension(recipe), resume)
     return "\n".join(said)
+
+
+def training_in_fp8(overrides: list[str], run: str) -> str:
+    """The same in fp8 on a CPU, which computes the products from rounded values."""
+    asked, devices.has_fp8 = devices.has_fp8, lambda is_cuda: True
+    try:
+        return training(["train.precision=fp8", *overrides], run)
+    finally:
+        devices.has_fp8 = asked
+
+
+def training_with_gradient_dtypes(overrides: list[str], run: str) -> list[str]:
+    """Train the tiny recipe; returns the dtypes of the gradients that the optimizer receives."""
+    seen, step = set(), engine.Optimizer.step
+
+    def watched(self: engine.Optimizer, *args: Any) -> None:
+        seen.update(str(part.gradient.dtype) for part in self.parts if part.gradient is not None)
+        step(self, *args)
+
+    engine.Optimizer.step = watched  # type: ignore[method-assign]
+    try:
+        training(overrides, run)
+    finally:
+        engine.Optimizer.step = step  # type: ignore[method-assign]
+    return sorted(seen)
 
 
 def pruning(request: dict[str, Any]) -> dict[str, Any] | str:

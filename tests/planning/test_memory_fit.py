@@ -90,6 +90,15 @@ def test_a_step_of_adam_moves_38_bytes_a_parameter_and_4_more_under_fp16():
         assert update_cost.optimizer(work, recipe).seconds(1e9) == pytest.approx(seconds)
 
 
+def test_bf16_gradients_halve_what_is_reduced_and_are_read_in_two_bytes():
+    plain = gpt(precision="bf16")
+    small = plain.model_copy(update={"optim": plain.optim.model_copy(update={"gradients": "bf16"})})
+    work = Work.of(plain, by_name("a100-80"), STEELYARD, 1, (1, 1, False))
+    saved = update_cost.optimizer(work, plain).bytes - update_cost.optimizer(work, small).bytes
+    assert saved == 2
+    assert [update_cost.reduced_bytes(STEELYARD, recipe) for recipe in (plain, small)] == [4, 2]
+
+
 def test_a_rank_that_sends_in_turn_spends_the_time_of_its_sends():
     # Two stages on two nodes: each sends once a micro-batch, and what is sent cannot hide behind computing.
     recipe, machines = gpt(batch=8), cluster(("a100-80", 2, 1), network=1.0)

@@ -76,6 +76,19 @@ def test_small_state_takes_two_bytes_or_little_more_than_one():
     assert int8 == pytest.approx(fp32 * (1 + 4 / 256) / 4, rel=1e-6)
 
 
+@pytest.mark.parametrize("layout", [[], ["parallel.zero=1"], ["parallel.zero=3"], ["parallel.pipeline=2"]])
+def test_bf16_gradients_take_two_bytes(layout):
+    world = 4 if layout else 1
+    fp32, bf16 = (
+        memory("llama3.2-1b", world, *layout, f"optim.gradients={kind}", "train.global_batch=32")[0]
+        for kind in ("fp32", "bf16")
+    )
+    assert fp32.gradients == pytest.approx(2 * bf16.gradients, abs=4)
+    assert bf16.total < fp32.total
+    assert bf16.optimizer == fp32.optimizer
+    assert bf16.weights == fp32.weights
+
+
 @pytest.mark.parametrize("overrides", [[], ["parallel.zero=3"], ["parallel.expert=4", "parallel.zero=1"]])
 def test_muon_has_one_state_for_matrices_of_layers_experts_included_and_two_for_the_rest(overrides):
     name, world = ("qwen3-30b-a3b", 8) if overrides else ("gpt2-small", 1)

@@ -45,6 +45,9 @@ class OptimSection(Section):
     state: Literal["fp32", "bf16", "int8"] = Field(
         "fp32", description="adamw: how its moments are stored; int8 has a scale for every 256 numbers"
     )
+    gradients: Literal["fp32", "bf16"] = Field(
+        "fp32", description="how gradients are summed over micro-batches and ranks; bf16 needs precision bf16 or fp8"
+    )
     momentum: Beta = Field(0.9, description="of sgd and sgd-sai")
     muon_momentum: Beta = 0.95
     muon_nesterov: bool = True

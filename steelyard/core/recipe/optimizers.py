@@ -28,6 +28,8 @@ def newton_schulz_flops(rows: int, columns: int, iterations: int) -> int:
 
 STATE_BYTES = {"fp32": 4.0, "bf16": 2.0, "int8": 1 + 4 / 256}
 """Bytes of a number of state, by `optim.state`; int8 has a scale for every 256 numbers."""
+GRADIENT_BYTES = {"fp32": 4, "bf16": 2}
+"""Bytes of an accumulated gradient, by `optim.gradients`."""
 OPTIMIZERS = {
     "adamw": OptimizerSpec(states=2, matrix_states=2),
     "muon": OptimizerSpec(states=2, matrix_states=1, matrix_flops=newton_schulz_flops),

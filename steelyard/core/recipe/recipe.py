@@ -61,6 +61,7 @@ class Recipe(Section):
         validators.tensor(self.model, self.parallel, self.data.sequence_length)
         validators.batch(self.train, self.parallel)
         validators.experts(self.model, self.parallel)
+        validators.gradients(self.optim, self.train, self.finetune, self.sparsity)
         validators.sequence(self.model, self.data.sequence_length)
         if self.sparsity is not None:
             validators.experts_sparsity(self.model, self.sparsity)

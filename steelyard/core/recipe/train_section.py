@@ -32,6 +32,9 @@ class TrainSection(Section):
     precision: Literal["fp32", "bf16", "fp16", "fp8"] = Field(
         "fp32", description="of matrix products; weights, accumulated gradients and optimizer state are fp32"
     )
+    fp8_scaling: Literal["tensor", "row"] = Field(
+        "tensor", description="fp8: a scale for each tensor, or for each row of both factors of a product"
+    )
     device: Literal["auto", "cpu", "cuda"] = "auto"
     compile: bool | None = Field(None, description="torch.compile for each layer; default: true on a GPU")
     cuda_graph: bool = Field(

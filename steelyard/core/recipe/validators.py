@@ -5,6 +5,7 @@ from __future__ import annotations
 from steelyard.core.recipe.blocks import ExpertsBlock
 from steelyard.core.recipe.finetune_section import FinetuneSection
 from steelyard.core.recipe.model_section import ModelConfig
+from steelyard.core.recipe.optim_section import OptimSection
 from steelyard.core.recipe.parallel_section import ParallelSection
 from steelyard.core.recipe.section import contradiction
 from steelyard.core.recipe.sparsity_section import SparsitySection
@@ -163,6 +164,23 @@ def batch(train: TrainSection, parallel: ParallelSection) -> None:
             f"{parallel.replicate} replicas need parallel.zero > 0 and parallel.data as a multiple of them",
             "set parallel.zero to 1, 2 or 3 and parallel.data to a multiple of parallel.replicate",
         )
+
+
+def gradients(
+    optim: OptimSection, train: TrainSection, finetune: FinetuneSection | None, sparsity: SparsitySection | None
+) -> None:
+    """bf16 gradients are those of weights that compute in bf16."""
+    if optim.gradients == "fp32":
+        return
+    hint = 'set optim.gradients = "fp32"'
+    if train.precision not in ("bf16", "fp8"):
+        raise contradiction(
+            "optim.gradients", f'"bf16" is less precise than train.precision = "{train.precision}"', hint
+        )  # fmt: skip
+    if sparsity is not None and sparsity.method == "learned":
+        raise contradiction("optim.gradients", "masks are learned in fp32", hint)
+    if finetune is not None and finetune.adapter is not None:
+        raise contradiction("optim.gradients", "adapters are trained in fp32", hint)
 
 
 def sequence(model: ModelConfig, sequence_length: int) -> None:

@@ -19,6 +19,8 @@ from steelyard.training.optimizers.small_adamw import SmallAdamW
 
 LARGE = 1 << 22  # elements; for smaller tensors a launch per tensor costs the host more than torch's shared launch
 
+CAST = 1 << 16  # elements; torch's AdamW takes no bf16 gradients, so those of smaller tensors are cast
+
 
 def build(params: list[OptimParam], optim: OptimSection, stage: MeshAxis) -> AdamW | SmallAdamW:
     """AdamW for all parameters."""
@@ -52,6 +54,10 @@ class AdamW(torch.optim.AdamW):
             torch._foreach_add_(steps, [1 - self.found_inf] * len(steps))  # A single tensor would synchronise.
         for parameter, _ in updated:
             parameter.grad = None
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad.to(parameter.dtype)
         super().step()
         for parameter, gradient in updated:
             parameter.grad = gradient
@@ -76,7 +82,7 @@ def _is_large(parameter: Tensor) -> bool:
     return (
         parameter.is_cuda
         and gradient is not None
-        and parameter.numel() >= LARGE
+        and parameter.numel() >= (LARGE if gradient.dtype == parameter.dtype else CAST)
         and parameter.is_contiguous()
         and gradient.is_contiguous()
     )

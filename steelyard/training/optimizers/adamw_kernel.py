@@ -43,7 +43,7 @@ def _kernel(  # type: ignore[no-untyped-def]
         at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
         mask = at < size
         count = tl.load(step) + 1
-        gradient = tl.load(gradients + at, mask=mask) / tl.load(grad_scale)
+        gradient = tl.load(gradients + at, mask=mask).to(tl.float32) / tl.load(grad_scale)
         average = beta1 * tl.load(averages + at, mask=mask) + (1 - beta1) * gradient
         square = beta2 * tl.load(squares + at, mask=mask) + (1 - beta2) * gradient * gradient
         correction = 1 - tl.exp(count * log_beta1)

@@ -20,7 +20,7 @@ def add_gradient(
     If `found_inf` is 1, the momentum does not change, and `out` is finite.
     """
     skip = found_inf.bool()
-    gradient = torch.where(skip, 0.0, gradient / grad_scale)
+    gradient = torch.where(skip, 0.0, gradient.float() / grad_scale)
     updated = torch.lerp(momentum, gradient, 1 - beta)
     if out is not None:
         out.copy_(torch.lerp(gradient, updated, beta) if nesterov else updated)

@@ -43,7 +43,7 @@ def _add_gradient(  # type: ignore[no-untyped-def]
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     mask = at < size
     skip = tl.load(found_inf) != 0
-    gradient = tl.where(skip, 0.0, tl.load(gradients + at, mask=mask) / tl.load(grad_scale))
+    gradient = tl.where(skip, 0.0, tl.load(gradients + at, mask=mask).to(tl.float32) / tl.load(grad_scale))
     before = tl.load(momenta + at, mask=mask)
     momentum = before + (1 - beta) * (gradient - before)
     if writes:

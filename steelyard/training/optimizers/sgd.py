@@ -40,7 +40,7 @@ class Sgd(torch.optim.Optimizer):
                 if parameter.grad is None:
                     continue
                 state = self.state[parameter]
-                gradient = parameter.grad / self.grad_scale
+                gradient = parameter.grad.float() / self.grad_scale
                 momentum, rate = self._update(state, gradient, group)
                 updated = parameter * (1 - group["lr"] * group["weight_decay"]) - momentum * rate
                 parameter.copy_(torch.where(skip, parameter, updated))

@@ -35,7 +35,8 @@ class SgdSai(Sgd):
         """Set the ratio of each parameter, and its first gradient as the initial momentum."""
         for group in self.param_groups:
             for parameter in group["params"]:
-                first = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad / self.grad_scale
+                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.float()
+                first = gradient / self.grad_scale
                 self.state[parameter] = {"gsnr": ratios[parameter].clone(), "momentum": first}
 
     def make_state(self) -> None:

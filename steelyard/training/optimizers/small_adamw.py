@@ -85,7 +85,7 @@ def plain_update(
     rate, (beta1, beta2), eps, decay = options
     first, second = codes.read(state, kind)
     count = state["step"] + 1
-    scaled = gradient.flatten() / grad_scale
+    scaled = gradient.flatten().float() / grad_scale
     new_first, new_second = torch.lerp(first, scaled, 1 - beta1), beta2 * second + (1 - beta2) * scaled.square()
     spread = new_second.sqrt() / (1 - beta2**count).sqrt() + eps
     step = (new_first / spread * (rate / (1 - beta1**count))).view_as(parameter)

@@ -59,7 +59,7 @@ def _kernel(  # type: ignore[no-untyped-def]
         at = row[:, None] * block + tl.arange(0, block)[None, :]
         mask, row_mask = at < size, row * block < size
         count = tl.load(step) + 1
-        gradient = tl.load(gradients + at, mask=mask, other=0.0) / tl.load(grad_scale)
+        gradient = tl.load(gradients + at, mask=mask, other=0.0).to(tl.float32) / tl.load(grad_scale)
         if is_int8:
             code = tl.load(averages + at, mask=mask, other=0).to(tl.float32)
             part = code / 127
