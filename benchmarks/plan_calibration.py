@@ -31,6 +31,7 @@ SHARES = {"vtrain single": 12, "vtrain multi": 4, "amp t4": 1.5, "amp v100+t4": 
           "sailor rtx": 0.3, "korthikanti": 0.5, "FASOP example": 0.4, "torchtitan": 10, "own engine": 3}  # fmt: skip
 OUTLIER = 0.06  # errors beyond this count linearly, not squared
 STEPS = 5  # of the fit; it starts at the shipped constants
+HOLD = 0.3  # residual of a constant at e times its start: one that no case determines stays, others are free to move
 
 Values = dict[str, float]
 
@@ -117,7 +118,8 @@ def fitted(found: list[Case], knobs: list[Knob], start: Values) -> Values:
     def residuals(logs: np.ndarray) -> np.ndarray:
         values = start | {knob.name: float(np.exp(log)) for knob, log in zip(knobs, logs, strict=True)}
         error = np.log(predicted(values, found) / measured)
-        return np.sign(error) * np.sqrt(weights * 2 * (np.sqrt(1 + (error / OUTLIER) ** 2) - 1))
+        misfit = np.sign(error) * np.sqrt(weights * 2 * (np.sqrt(1 + (error / OUTLIER) ** 2) - 1))
+        return np.concatenate([misfit, HOLD * (logs - first)])
 
     low, high = (np.log([getattr(knob, end) for knob in knobs]) for end in ("least", "most"))
     first = np.clip(np.log([start[knob.name] for knob in knobs]), low + 1e-6, high - 1e-6)
