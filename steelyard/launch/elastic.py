@@ -26,7 +26,7 @@ from steelyard.core.errors import Interrupted, RuntimeFailure, SteelyardError
 from steelyard.core.recipe import load_recipe, to_toml
 from steelyard.core.run import METRICS
 from steelyard.core.safe_parse import loads
-from steelyard.launch import backends, elastic_job, heartbeat, node_end
+from steelyard.launch import backends, elastic_job, heartbeat, lock_wait, node_end
 from steelyard.launch.elastic_attempt import Attempt
 from steelyard.launch.elastic_job import SUBMITTED, Node
 from steelyard.launch.launch_record import FOLDER
@@ -83,7 +83,9 @@ class Elastic:
         before = elastic_job.attempts(self.run)[-1:]
         why = "the job was queued again" if before and "submitted" not in before[0] else "submitted"
         detected, in_vain = time.time(), 0
-        while (planned := self._plan()) is not None:
+        while lock_wait.until_free(self.run, self.stop_signals, self._wait_for):
+            if (planned := self._plan()) is None:
+                break
             saved, began = newest_checkpoint(self.run), time.time()
             number = 1 + sum("attempt" in each for each in elastic_job.attempts(self.run))
             self._record(number, why, detected, planned)
@@ -127,14 +129,17 @@ class Elastic:
             unused = elastic_job.described(self.unused, sorted(self.unused))
             message = planned + (f" ({unused})" if unused else "")
             if message != waiting and not is_patient:
-                elastic_job.append(self.run, {"waiting": message})
-                console.say(f"waiting: {message}")
+                self._wait_for(message)
                 waiting = message
             until = time.monotonic() + (0 if is_patient else SECONDS_BETWEEN_PLANS)
             while time.monotonic() < until and not self.stop_signals:
                 time.sleep(SECONDS_BETWEEN_LOOKS)
             is_patient = False  # Without a plan, a lost node that answers is used again before the next checkpoint.
         return None
+
+    def _wait_for(self, reason: str) -> None:
+        elastic_job.append(self.run, {"waiting": reason})
+        console.say(f"waiting: {reason}")
 
     def _usable(self, is_patient: bool = True) -> list[Node]:
         """The nodes that can be used now; `unused` gets the others and the reasons."""

@@ -15,9 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from steelyard.core.errors import RuntimeFailure
 from steelyard.core.recipe.toml import leaves, read
 from steelyard.core.run import Run
-from steelyard.launch import elastic, elastic_job, node_end
+from steelyard.launch import elastic, elastic_job, lock_wait, node_end
 from tests.conftest import TINY, Workplace, kill
 
 pytestmark = pytest.mark.timeout(900)
@@ -138,6 +139,54 @@ def test_a_rank_that_fails_beside_ranks_that_wait_for_it_ends_the_run(run: Path)
     done = subprocess.run([sys.executable, "-P", "-m", "steelyard.launch.elastic", str(run)], timeout=300)
     assert done.returncode == 1
     assert len(attempts(run)) == 1, "no node was lost"
+
+
+# Holds the lock of a run folder as a lost node does on NFS: no process of this machine can end it.
+HOLD = """
+import sys, time
+from pathlib import Path
+from steelyard.core import files
+with files.locked(Path(sys.argv[1])) as lock:
+    lock.write("process 7 on b2")
+    lock.flush()
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def held(run: Path) -> Iterator[subprocess.Popen]:
+    words = [sys.executable, "-P", "-c", HOLD, str(run / "run.lock")]
+    process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "held\n"
+    yield process
+    kill(process)
+
+
+@pytest.mark.slow
+def test_an_attempt_waits_for_the_lock_of_a_lost_node(run: Path, held: subprocess.Popen):
+    (run / "done").touch()
+    words = [sys.executable, "-P", "-m", "steelyard.launch.elastic", str(run)]
+    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as process:
+        assert "run.lock" not in (said := process.stderr.readline())
+        assert "is in use by process 7 on b2; tries again for 300 s" in said
+        assert not attempts(run)
+        assert "is in use by process 7 on b2" in elastic_job.attempts(run)[-1]["waiting"]
+        held.communicate(timeout=60)
+        until(lambda: attempts(run), "the attempt")
+        kill(process)
+
+
+def test_a_lock_that_is_not_released_ends_the_run_with_its_owner(run: Path, held: subprocess.Popen, monkeypatch):
+    told: list[str] = []
+    assert not lock_wait.until_free(run, [signal.SIGUSR1], told.append)
+    monkeypatch.setattr(lock_wait, "SECONDS_TO_RELEASE", 0.0)
+    monkeypatch.setattr(lock_wait, "SECONDS_BETWEEN_TRIES", 0.01)
+    with pytest.raises(RuntimeFailure, match="still in use by process 7 on b2 after 0 s"):
+        lock_wait.until_free(run, [], told.append)
+    assert len(told) == 1
+    held.communicate(timeout=60)
+    assert lock_wait.until_free(run, [], told.append)
 
 
 def test_a_request_to_save_after_a_signal_is_not_a_second_signal(run: Path):
