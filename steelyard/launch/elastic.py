@@ -12,6 +12,7 @@ A rank that fails on its own, such as with a user error or without a loadable ch
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -32,6 +33,7 @@ from steelyard.launch.elastic_job import SUBMITTED, Node
 from steelyard.launch.launch_record import FOLDER
 from steelyard.launch.node_end import CLOCK, KILL, SAVE, NodeEnd
 from steelyard.launch.replan import AttemptPlan, plan
+from steelyard.launch.site_environment import SAME_REQUEST_SECONDS
 from steelyard.launch.spawn import signals
 
 DRAIN = "drain"
@@ -104,6 +106,8 @@ class Elastic:
             in_vain = 0 if step > saved or last_record(self.run) > began else in_vain + 1
             if in_vain >= MOST_IN_VAIN:
                 raise RuntimeFailure(f"{in_vain} attempts in a row ended before a step; the last one: {why}")
+        name = signal.Signals(self.stop_signals[0]).name
+        console.say(f"stopped by {name} between attempts; the run can continue from its last checkpoint")
         return Interrupted.exit_code
 
     def _record(self, number: int, why: str, detected: float, planned: AttemptPlan) -> None:
@@ -270,7 +274,8 @@ def _drained(run: Path, names: Sequence[str] | dict[str, subprocess.Popen[bytes]
 def main(arguments: Sequence[str]) -> int:
     """Supervise the run in a folder."""
     run = Path(arguments[0])
-    with signals() as stop_signals, heartbeat.Heartbeat(run, file=CLOCK):
+    # The scheduler may signal the job script, which forwards the signal, and this process.
+    with signals(SAME_REQUEST_SECONDS) as stop_signals, heartbeat.Heartbeat(run, file=CLOCK):
         try:
             return Elastic(run, stop_signals).supervise()
         except SteelyardError as error:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -19,6 +20,9 @@ from steelyard.core.errors import RuntimeFailure
 from steelyard.core.recipe.toml import leaves, read
 from steelyard.core.run import Run
 from steelyard.launch import elastic, elastic_job, lock_wait, node_end
+from steelyard.launch.backends import slurm_script
+from steelyard.launch.job_spec import JobSpec, NodeGroup
+from steelyard.launch.sites import SiteSection
 from tests.conftest import TINY, Workplace, kill
 
 pytestmark = pytest.mark.timeout(900)
@@ -167,13 +171,14 @@ def held(run: Path) -> Iterator[subprocess.Popen]:
 def test_an_attempt_waits_for_the_lock_of_a_lost_node(run: Path, held: subprocess.Popen):
     (run / "done").touch()
     words = [sys.executable, "-P", "-m", "steelyard.launch.elastic", str(run)]
-    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as process:
-        assert "run.lock" not in (said := process.stderr.readline())
-        assert "is in use by process 7 on b2; tries again for 300 s" in said
+    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+    try:
+        assert "is in use by process 7 on b2; tries again for 300 s" in process.stderr.readline()
         assert not attempts(run)
         assert "is in use by process 7 on b2" in elastic_job.attempts(run)[-1]["waiting"]
         held.communicate(timeout=60)
         until(lambda: attempts(run), "the attempt")
+    finally:
         kill(process)
 
 
@@ -187,6 +192,35 @@ def test_a_lock_that_is_not_released_ends_the_run_with_its_owner(run: Path, held
     assert len(told) == 1
     held.communicate(timeout=60)
     assert lock_wait.until_free(run, [], told.append)
+
+
+@pytest.mark.slow
+def test_the_warning_of_a_time_limit_ends_and_requeues_a_job_that_waits_for_nodes(run: Path, tmp_path: Path):
+    """Slurm signals only the shell of the job script, which is all that it has while no step runs."""
+    (run / "launch" / "drain").write_text("node-0\nnode-2\n")
+    spec = JobSpec(
+        run=run, site=SiteSection(), submitted="now", groups=[NodeGroup(3, 1)], command=["true"], name="x",
+        python="python3", workdir=str(run), min_nodes=2,
+    )  # fmt: skip
+    assert "--signal=B:USR1@120" in slurm_script.sbatch(spec)
+    for name, text in {"squeue": "echo RUNNING", "scontrol": 'echo "$@" >requeued'}.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    given = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    words = ["bash", "-c", slurm_script.text(spec)]
+    with open(run / "logs" / "slurm-7.log", "wb") as log:
+        script = subprocess.Popen(words, env=given, stdout=log, stderr=log, start_new_session=True)
+    try:
+        until(lambda: any("waiting" in each for each in elastic_job.attempts(run)), "a reason to wait")
+        script.send_signal(signal.SIGUSR1)
+        assert script.wait(timeout=300) == 130
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(script.pid, signal.SIGKILL)
+    said = (run / "logs" / "slurm-7.log").read_text()
+    assert "stopped by SIGUSR1 between attempts" in said
+    assert said.endswith("requeueing the job\n")
+    assert (run / "requeued").read_text() == "requeue 7\n"
 
 
 def test_a_request_to_save_after_a_signal_is_not_a_second_signal(run: Path):
