@@ -27,7 +27,7 @@ from steelyard.core.errors import Interrupted, RuntimeFailure, SteelyardError
 from steelyard.core.recipe import load_recipe, to_toml
 from steelyard.core.run import METRICS
 from steelyard.core.safe_parse import loads
-from steelyard.launch import backends, elastic_job, heartbeat, lock_wait, node_end
+from steelyard.launch import backends, disk_errors, elastic_job, heartbeat, lock_wait, node_end
 from steelyard.launch.elastic_attempt import Attempt
 from steelyard.launch.elastic_job import SUBMITTED, Node
 from steelyard.launch.launch_record import FOLDER
@@ -84,21 +84,23 @@ class Elastic:
         """Run attempts until the run has finished, failed or was stopped. Returns the exit code."""
         before = elastic_job.attempts(self.run)[-1:]
         why = "the job was queued again" if before and "submitted" not in before[0] else "submitted"
-        detected, in_vain = time.time(), 0
+        detected, in_vain, number = time.time(), 0, 0
         while lock_wait.until_free(self.run, self.stop_signals, self._wait_for):
             if (planned := self._plan()) is None:
                 break
             saved, began = newest_checkpoint(self.run), time.time()
-            number = 1 + sum("attempt" in each for each in elastic_job.attempts(self.run))
+            number = 1 + max(number, sum("attempt" in each for each in elastic_job.attempts(self.run)))
+            if not disk_errors.until_done(lambda: self._prepare(planned), "launch/recipe.toml", self.stop_signals):
+                break
             self._record(number, why, detected, planned)
             attempt = Attempt(self.run, f"{self.backend.attempt_name(os.environ)}.{number}", planned, self.job)
             outcome = self._watch(attempt, saved)
             detected, why = time.time(), outcome.why
             if outcome.code is not None:
                 attempt.stop(())
-                console.say(f"attempt {number} ended" + (f": {why}" if why else ""))
+                disk_errors.say(f"attempt {number} ended" + (f": {why}" if why else ""))
                 return outcome.code
-            console.say(f"attempt {number} ended: {why}")
+            disk_errors.say(f"attempt {number} ended: {why}")
             attempt.stop([name for name, _ in outcome.lost])
             step = newest_checkpoint(self.run)
             for name, reason in outcome.lost:
@@ -107,19 +109,23 @@ class Elastic:
             if in_vain >= MOST_IN_VAIN:
                 raise RuntimeFailure(f"{in_vain} attempts in a row ended before a step; the last one: {why}")
         name = signal.Signals(self.stop_signals[0]).name
-        console.say(f"stopped by {name} between attempts; the run can continue from its last checkpoint")
+        disk_errors.say(f"stopped by {name} between attempts; the run can continue from its last checkpoint")
         return Interrupted.exit_code
 
-    def _record(self, number: int, why: str, detected: float, planned: AttemptPlan) -> None:
-        """Write the recipe of an attempt and its line of `attempts.jsonl`; remove heartbeats of the previous one."""
+    def _prepare(self, planned: AttemptPlan) -> None:
+        """Write the recipe of an attempt; remove heartbeats of the previous one."""
         for name in heartbeat.beats(self.run):
             (self.run / FOLDER / heartbeat.ALIVE / name).unlink(missing_ok=True)
         files.write_text(self.run / FOLDER / "recipe.toml", to_toml(planned.recipe.settings()))
+
+    def _record(self, number: int, why: str, detected: float, planned: AttemptPlan) -> None:
+        """Write the line of an attempt in `attempts.jsonl`."""
         names = [node.name for node in planned.nodes]
         idle = dict.fromkeys(sorted(self.considered - set(names)), "is not used by the best layout")
         record = {"attempt": number, "why": why, "detected": detected, "nodes": names, "unused": self.unused | idle}
-        elastic_job.append(self.run, record | {"ranks": sum(planned.ranks), "layout": planned.layout()})
-        console.say(f"attempt {number} on {', '.join(names)}: {why}")
+        with disk_errors.logged(elastic_job.ATTEMPTS):
+            elastic_job.append(self.run, record | {"ranks": sum(planned.ranks), "layout": planned.layout()})
+        disk_errors.say(f"attempt {number} on {', '.join(names)}: {why}")
 
     def _plan(self) -> AttemptPlan | None:
         """The plan for the nodes that can be used, as soon as there is one; None if a stop signal arrives first."""
@@ -142,8 +148,9 @@ class Elastic:
         return None
 
     def _wait_for(self, reason: str) -> None:
-        elastic_job.append(self.run, {"waiting": reason})
-        console.say(f"waiting: {reason}")
+        with disk_errors.logged(elastic_job.ATTEMPTS):
+            elastic_job.append(self.run, {"waiting": reason})
+        disk_errors.say(f"waiting: {reason}")
 
     def _usable(self, is_patient: bool = True) -> list[Node]:
         """The nodes that can be used now; `unused` gets the others and the reasons."""
@@ -165,6 +172,7 @@ class Elastic:
             if len(self.stop_signals) > asked:
                 asked = len(self.stop_signals)
                 attempt.ask(SAVE if asked == 1 else KILL)
+            attempt.send_request()
             ends = attempt.ends()
             outcome = self._judge(attempt, ends, why)
             if outcome is not None:
@@ -244,7 +252,9 @@ class Elastic:
 
 def newest_checkpoint(run: Path) -> int:
     """The step of the newest checkpoint; -1 if there is none."""
-    names = [path.name.removeprefix("step-") for path in (run / "checkpoints").glob("step-*")]
+    names: list[str] = []
+    with suppress(OSError):
+        names = [path.name.removeprefix("step-") for path in (run / "checkpoints").glob("step-*")]
     return max((int(name) for name in names if name.isdigit()), default=-1)
 
 

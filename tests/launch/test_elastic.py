@@ -133,6 +133,32 @@ def test_a_drained_node_is_given_back_and_too_few_nodes_wait(supervised):
     assert len(attempts(run)) == 2
 
 
+def block(path: Path) -> None:
+    """Make every write of a file fail, as a full disk would, until the folder is removed."""
+    path.unlink(missing_ok=True)
+    path.mkdir()
+
+
+@pytest.mark.slow
+def test_errors_of_the_filesystem_in_the_supervisor_are_logged_and_the_run_goes_on(supervised):
+    run, process = supervised
+    log, recipe = run / "logs" / "launcher.log", run / "launch" / "recipe.toml"
+    block(run / elastic_job.ATTEMPTS)
+    block(recipe)
+    os.kill(agent_of(run, "node-1"), signal.SIGKILL)
+    until(lambda: "launch/recipe.toml cannot be written" in log.read_text(), "the first error")
+    recipe.rmdir()
+    until(lambda: "attempt 2 on node-0, node-2" in log.read_text(), "the second attempt")
+    assert f"{elastic_job.ATTEMPTS} cannot be written" in log.read_text()
+    saved = elastic.newest_checkpoint(run)
+    until(lambda: elastic.newest_checkpoint(run) > saved, "a checkpoint of the second attempt")
+    block(request := run / "launch" / f"{node_end.REQUEST}{process.pid}.2")
+    process.terminate()
+    until(lambda: "the request to the nodes (save) cannot be written" in log.read_text(), "the third error")
+    request.rmdir()
+    assert process.wait(timeout=300) == 130, log.read_text()
+
+
 @pytest.mark.slow
 def test_a_rank_that_fails_beside_ranks_that_wait_for_it_ends_the_run(run: Path):
     job = json.loads((run / "launch" / elastic_job.JOB).read_text())
