@@ -40,7 +40,6 @@ DRAIN = "drain"
 SECONDS_BETWEEN_LOOKS = 0.5
 SECONDS_BETWEEN_PLANS = 5.0
 LOST_AFTER = 12.0  # seconds without a heartbeat
-SECONDS_TO_START = 90.0  # until the first heartbeat
 SECONDS_TO_NOTICE = 12.0  # from the first rank that lost others until all must have ended
 MOST_IN_VAIN = 10  # attempts in a row that end before their first step
 LONGEST_RECORD = 16 << 10  # bytes
@@ -245,8 +244,8 @@ class Elastic:
                 found[name] = "lost its node agent"
             elif name in beats and now - beats[name] > LOST_AFTER:
                 found[name] = f"does not answer since {time.strftime('%H:%M:%S', time.localtime(beats[name]))}"
-            elif name not in attempt.heard and time.monotonic() > attempt.began + SECONDS_TO_START:
-                found[name] = f"did not start within {SECONDS_TO_START:.0f} s"
+            elif name not in attempt.heard and time.monotonic() > attempt.began + self.job.seconds_to_start:
+                found[name] = f"did not start within {self.job.seconds_to_start:.0f} s"
         return found
 
 

@@ -17,6 +17,8 @@ from pathlib import Path
 import pytest
 
 from steelyard.core.errors import RuntimeFailure
+from steelyard.core.recipe import load_recipe
+from steelyard.core.recipe.site_section import ContainerSection
 from steelyard.core.recipe.toml import leaves, read
 from steelyard.core.run import Run
 from steelyard.launch import elastic, elastic_job, lock_wait, node_end
@@ -86,12 +88,15 @@ def run(in_workplace: Workplace) -> Path:
     return run
 
 
+def start(run: Path) -> subprocess.Popen:
+    words = [sys.executable, "-P", "-m", "steelyard.launch.elastic", str(run)]
+    with open(run / "logs" / "launcher.log", "wb") as log:
+        return subprocess.Popen(words, stdout=log, stderr=log)
+
+
 @pytest.fixture
 def supervised(run: Path) -> Iterator[tuple[Path, subprocess.Popen]]:
-    with open(run / "logs" / "launcher.log", "wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "steelyard.launch.elastic", str(run)], stdout=log, stderr=log
-        )
+    process = start(run)
     alive = run / "launch" / "alive"
     until(lambda: elastic.newest_checkpoint(run) > 0 and len(list(alive.glob("node-*"))) == 3, "the first attempt")
     yield run, process
@@ -169,6 +174,30 @@ def test_a_rank_that_fails_beside_ranks_that_wait_for_it_ends_the_run(run: Path)
     done = subprocess.run([sys.executable, "-P", "-m", "steelyard.launch.elastic", str(run)], timeout=300)
     assert done.returncode == 1
     assert len(attempts(run)) == 1, "no node was lost"
+
+
+@pytest.mark.slow
+def test_a_node_that_does_not_start_is_lost_after_the_time_of_its_job(run: Path):
+    job = json.loads((run / "launch" / elastic_job.JOB).read_text())
+    job |= {"agent": [sys.executable, "-P", "-c", "import time; time.sleep(600)"], "seconds_to_start": 2}
+    (run / "launch" / elastic_job.JOB).write_text(json.dumps(job))
+    process = start(run)
+    try:
+        why = until_attempt(run, 2)["why"]
+    finally:
+        kill(process)
+    assert why == ", ".join(f"node-{number} did not start within 2 s" for number in range(3))
+
+
+@pytest.mark.parametrize(("kind", "seconds"), [("none", 90), ("pyxis", 900), ("apptainer", 900)])
+def test_a_node_may_take_longer_to_start_if_it_pulls_an_image(in_workplace: Workplace, kind, seconds):
+    site = SiteSection(container=ContainerSection(kind=kind, image="" if kind == "none" else "repo/image:1"))
+    spec = JobSpec(
+        run=in_workplace.path, site=site, submitted="now", groups=[NodeGroup(3, 1)], command=["true"], name="x",
+        python="python3", workdir=str(in_workplace.path), min_nodes=2,
+    )  # fmt: skip
+    job = elastic_job.of(spec, "slurm", ["agent"], None, load_recipe("tiny.toml", ["train.device=cpu"]))
+    assert job.seconds_to_start == seconds
 
 
 # Holds the lock of a run folder as a lost node does on NFS: no process of this machine can end it.
