@@ -18,6 +18,7 @@ import os
 import shutil
 import stat
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,13 +151,20 @@ def _left(available: int) -> str:
 
 
 class MemoryWriter(PortableWriter):
-    """Writes shards only if there is room for all of them: a full tmpfs would take the memory of the training."""
+    """Writes shards only if there is room for all of them: a full tmpfs would take the memory of the training.
+
+    `require_room` gets the folder and the bytes of this rank, and raises an OSError if they do not fit.
+    """
+
+    def __init__(self, path: str, require_room: Callable[[Path, int], None], **options: Any) -> None:
+        super().__init__(path, **options)
+        self.require_room = require_room
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
         """Write the shards of a plan, from which shards that another rank writes are removed."""
         sizes = [item.tensor_data for item in plan.items if item.tensor_data is not None]
         size = sum(math.prod(data.chunk.sizes) * data.properties.dtype.itemsize for data in sizes)
-        require_room(Path(self.path), size)
+        self.require_room(Path(self.path), size)
         return super().write_data(plan, planner)
 
 
