@@ -238,7 +238,7 @@ def latest(folder: Path, set_aside: bool = False) -> Checkpoint | None:
             step_folders.move_aside(damaged)
         return checkpoint
     if skipped or step_folders.by_age(folder / step_folders.DAMAGED):
-        raise RuntimeFailure(
+        raise step_folders.AllDamagedError(
             f"every checkpoint in {folder} is damaged",
             hint="restore one from a backup, or start from step 0 in a new folder with --resume never",
         )

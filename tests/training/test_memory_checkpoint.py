@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -17,7 +16,7 @@ from steelyard import checkpoint, training
 from steelyard.checkpoint import memory_folder
 from steelyard.checkpoint.memory_restore import restore
 from steelyard.checkpoint.peer_copy import Nodes
-from steelyard.core.errors import Interrupted, RuntimeFailure
+from steelyard.core.errors import RuntimeFailure
 from steelyard.core.recipe import load_recipe
 from steelyard.core.run import Run
 from steelyard.parallel.world import World
@@ -284,30 +283,6 @@ def test_one_process_that_fails_names_its_memory_checkpoint_and_goes_on_from_it(
     assert "resumed at step 3 from a memory checkpoint (none is on disk); 1 step is repeated" in capsys.readouterr().err
     assert not list(memory.iterdir())
     assert curve(run) == curve(training.run(load_recipe("tiny.toml", [*settings, "name=whole"])))
-
-
-class Stopping(Extension):
-    """Gets a stop signal in step 5."""
-
-    def begin_step(self, step: int, batch: int, loss_scale: float) -> None:
-        if step == 5:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-
-@pytest.mark.parametrize("is_on_disk", [False, True])
-def test_a_stop_without_a_save_keeps_memory_checkpoints_that_are_newer_than_the_disk(
-    in_workplace, memory, capsys, is_on_disk
-):
-    settings = [*SETTINGS, f"checkpoint.memory_dir={memory}", "parallel.zero=0", "checkpoint.at_end=false"]
-    settings += ["checkpoint.every=5"] if is_on_disk else []
-    with pytest.raises(Interrupted) as stopped:
-        training.run(load_recipe("tiny.toml", settings), extension=Stopping())
-    assert bool(list(memory.iterdir())) != is_on_disk
-    assert (f"step 3 is in {memory}" in str(stopped.value)) != is_on_disk
-    training.run(load_recipe("tiny.toml", settings))
-    expected = "resumed at step 5, " if is_on_disk else "resumed at step 3 from a memory checkpoint"
-    assert expected in capsys.readouterr().err
-    assert not list(memory.iterdir())
 
 
 def test_without_memory_checkpoints_in_the_recipe_those_of_an_earlier_attempt_are_removed(in_workplace, memory):
