@@ -15,6 +15,7 @@ import errno
 import hashlib
 import math
 import os
+import re
 import shutil
 import stat
 import uuid
@@ -34,6 +35,7 @@ from steelyard.core.errors import RuntimeFailure, SteelyardError
 from steelyard.core.run import Run
 
 ID = "id"
+NAME = "steelyard-[0-9a-f]{16}"
 KEPT = 2
 RESERVE = 1 << 30  # Host memory that a memory checkpoint leaves free.
 
@@ -69,7 +71,7 @@ def root_of(run: Run, memory_dir: str) -> Path | None:
     """
     own = run.manifest().get(ID)
     name = hashlib.sha256(f"{own} {run.path.resolve()}".encode()).hexdigest()[:16]
-    return None if own is None else Path(memory_dir) / f"steelyard-{name}"
+    return None if own is None else Path(memory_dir) / f"steelyard-{name}"  # as in NAME
 
 
 def make_private(root: Path) -> None:
@@ -91,6 +93,13 @@ def remove(folder: Path) -> None:
     with suppress(OSError):
         if folder.name.startswith("node-"):
             folder.parent.rmdir()
+
+
+def remove_stale(root: Path) -> None:
+    """Remove the folder that an earlier attempt recorded, if it is one of this user's memory checkpoints."""
+    with suppress(OSError):
+        if re.fullmatch(NAME, root.name) and _is_private(root):
+            shutil.rmtree(root, ignore_errors=True)
 
 
 def remove_oldest(node: Path) -> None:

@@ -39,13 +39,16 @@ class Nodes:
     """0, except for nodes that are simulated on one host."""
     on_host: tuple[int, ...] = ()
     """The ranks that share the memory of this host."""
+    hosts: tuple[str, ...] = ()
+    """The host of each rank."""
 
     @classmethod
     def of(cls, world: World) -> Nodes:
         """A collective call. Ranks of a host with the same local rank belong to simulated nodes of that host."""
-        places: list[tuple[str, int]] = [("", 0)] * world.size
+        place = socket.gethostname(), world.local_rank
+        places: list[tuple[str, int]] = [place] * world.size
         if world.size > 1:
-            dist.all_gather_object(places, (socket.gethostname(), world.local_rank))
+            dist.all_gather_object(places, place)
         nodes: dict[tuple[str, int], list[int]] = {}
         own = ("", 0)
         for rank, (host, local_rank) in enumerate(places):
@@ -53,7 +56,8 @@ class Nodes:
             nodes.setdefault(node, []).append(rank)
             own = node if rank == world.rank else own
         on_host = tuple(rank for rank, (host, _) in enumerate(places) if host == places[world.rank][0])
-        return cls(list(nodes.values()), list(nodes).index(own), own[1], on_host)
+        hosts = tuple(host for host, _ in places)
+        return cls(list(nodes.values()), list(nodes).index(own), own[1], on_host, hosts)
 
     @property
     def leader(self) -> int:

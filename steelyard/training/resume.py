@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from steelyard import checkpoint
-from steelyard.checkpoint import memory_folder, memory_restore
+from steelyard.checkpoint import memory_folder, memory_record, memory_restore
 from steelyard.checkpoint.memory_save import MemorySaver
+from steelyard.checkpoint.peer_copy import Nodes
 from steelyard.checkpoint.step_folders import AllDamagedError
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
@@ -79,13 +80,26 @@ def memory_saver(recipe: Recipe, folder: Run, world: World, engine: Engine) -> M
     root = _root(recipe, folder, world)
     if root is None:
         return None
+    recorded = run_on_rank0(world, lambda: memory_record.read(folder))
+    if recorded is not None and recorded[0] != root and world.local_rank == 0:
+        memory_folder.remove_stale(recorded[0])  # of an attempt with another memory_dir, or at another path
     if not recipe.checkpoint.memory_every:
         if world.local_rank == 0:
             memory_folder.remove(root)  # of an attempt with another recipe
+        hosts = Nodes.of(world).hosts
+        run_on_rank0(world, lambda: memory_record.discard(folder, hosts))
         return None
     saver = MemorySaver(root, world, int(recipe.checkpoint.memory_device_gib * GIB))
+    run_on_rank0(world, lambda: memory_record.add(folder, root, saver.nodes.hosts))
     engine.before_update = saver.staging.before_update
     return saver
+
+
+def remove_memory(saver: MemorySaver, folder: Run) -> None:
+    """Remove all memory checkpoints at the end of the run. A collective call."""
+    saver.remove()
+    if saver.world.is_rank0:
+        memory_record.discard(folder, saver.nodes.hosts)
 
 
 def _root(recipe: Recipe, folder: Run, world: World) -> Path | None:

@@ -35,7 +35,7 @@ from steelyard.training.lr_schedule import TrainProgress, learning_rate
 from steelyard.training.metrics import Recorder, line
 from steelyard.training.nonfinite import SkippedStep, SkippedSteps
 from steelyard.training.profiler import PROFILE, Profiler
-from steelyard.training.resume import TIMELINE, find_start, memory_saver
+from steelyard.training.resume import TIMELINE, find_start, memory_saver, remove_memory
 from steelyard.training.straggler import StepTimer
 from steelyard.training.throughput import Speed
 from steelyard.training.train_state import TrainState
@@ -306,7 +306,7 @@ class Trainer:
         if not has_finished and self.memory.newest is not None and self.memory.newest[0] > self.saved_step:
             step, folder = self.memory.newest
             return f"; step {step} is in {folder}, from where the same command on the same nodes resumes"
-        self.memory.remove()
+        remove_memory(self.memory, self.folder)
         return ""
 
     def _start_or_resume(self, start_from: str | None) -> None:
