@@ -23,7 +23,7 @@ import shutil
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -178,10 +178,10 @@ def write_shards(
     unfinished: Path,
     path: Path,
     group: dist.ProcessGroup | None,
-    writer_class: type[PortableWriter] = PortableWriter,
+    make_writer: Callable[..., PortableWriter] = PortableWriter,
 ) -> dict[str, str]:
     """Write this rank's shards and return the checksums of its files."""
-    writer = writer_class(str(unfinished), single_file_per_rank=True)
+    writer = make_writer(str(unfinished), single_file_per_rank=True)
     with _single_process(), _silenced_stream_errors():
         try:
             dcp.save(
@@ -238,7 +238,7 @@ def latest(folder: Path, set_aside: bool = False) -> Checkpoint | None:
             step_folders.move_aside(damaged)
         return checkpoint
     if skipped or step_folders.by_age(folder / step_folders.DAMAGED):
-        raise RuntimeFailure(
+        raise step_folders.AllDamagedError(
             f"every checkpoint in {folder} is damaged",
             hint="restore one from a backup, or start from step 0 in a new folder with --resume never",
         )

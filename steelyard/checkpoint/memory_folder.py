@@ -15,9 +15,11 @@ import errno
 import hashlib
 import math
 import os
+import re
 import shutil
 import stat
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +35,7 @@ from steelyard.core.errors import RuntimeFailure, SteelyardError
 from steelyard.core.run import Run
 
 ID = "id"
+NAME = "steelyard-[0-9a-f]{16}"
 KEPT = 2
 RESERVE = 1 << 30  # Host memory that a memory checkpoint leaves free.
 
@@ -68,7 +71,7 @@ def root_of(run: Run, memory_dir: str) -> Path | None:
     """
     own = run.manifest().get(ID)
     name = hashlib.sha256(f"{own} {run.path.resolve()}".encode()).hexdigest()[:16]
-    return None if own is None else Path(memory_dir) / f"steelyard-{name}"
+    return None if own is None else Path(memory_dir) / f"steelyard-{name}"  # as in NAME
 
 
 def make_private(root: Path) -> None:
@@ -90,6 +93,13 @@ def remove(folder: Path) -> None:
     with suppress(OSError):
         if folder.name.startswith("node-"):
             folder.parent.rmdir()
+
+
+def remove_stale(root: Path) -> None:
+    """Remove the folder that an earlier attempt recorded, if it is one of this user's memory checkpoints."""
+    with suppress(OSError):
+        if re.fullmatch(NAME, root.name) and _is_private(root):
+            shutil.rmtree(root, ignore_errors=True)
 
 
 def remove_oldest(node: Path) -> None:
@@ -150,13 +160,20 @@ def _left(available: int) -> str:
 
 
 class MemoryWriter(PortableWriter):
-    """Writes shards only if there is room for all of them: a full tmpfs would take the memory of the training."""
+    """Writes shards only if there is room for all of them: a full tmpfs would take the memory of the training.
+
+    `require_room` gets the folder and the bytes of this rank, and raises an OSError if they do not fit.
+    """
+
+    def __init__(self, path: str, require_room: Callable[[Path, int], None], **options: Any) -> None:
+        super().__init__(path, **options)
+        self.require_room = require_room
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
         """Write the shards of a plan, from which shards that another rank writes are removed."""
         sizes = [item.tensor_data for item in plan.items if item.tensor_data is not None]
         size = sum(math.prod(data.chunk.sizes) * data.properties.dtype.itemsize for data in sizes)
-        require_room(Path(self.path), size)
+        self.require_room(Path(self.path), size)
         return super().write_data(plan, planner)
 
 

@@ -9,7 +9,10 @@ A memory checkpoint that cannot be stored never ends a run: it goes on with chec
 
 from __future__ import annotations
 
+import errno
 import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +46,7 @@ class MemorySaver:
         self._group = dist.new_group(backend="gloo") if world.size > 1 else None
         self._thread: threading.Thread | None = None
         self._is_off = False
+        self._has_buffers = False
         self._has_skipped = False
         if world.rank == self.nodes.leader and self.nodes.number_on_host == 0:
             memory_folder.remove(root)  # What earlier attempts left: it is restored, or older than what is on disk.
@@ -83,9 +87,11 @@ class MemorySaver:
     def save(self, shards: dict[str, TensorShard], state: dict[str, Any]) -> None:
         """Copy the current values and store them in the background. Only after `is_ready`."""
         copies: dict[str, TensorShard] = {}
-        problem = None
         try:
-            copies = self.staging.copy(shards)
+            if not self._has_buffers:
+                self._require_on_host(memory_folder.require_memory, sum(each.tensor.nbytes for each in shards.values()))
+            self._has_buffers = True
+            copies, problem = self.staging.copy(shards), None
         except OSError as error:  # There is too little host memory.
             problem = error.strerror or str(error)
         # After an error, a thread that waits for a lost rank must not keep the process.
@@ -134,18 +140,43 @@ class MemorySaver:
         """Write the files of this rank and of the ranks whose peer it is. Returns the first problem of any rank."""
         path = step_folders.path_at(self.folder, state["step"])
         try:
-            sums = write_shards(copies, path, path, self._group, memory_folder.MemoryWriter)
+            make_writer = partial(memory_folder.MemoryWriter, require_room=self._require_room)
+            sums = write_shards(copies, path, path, self._group, make_writer)
         except RuntimeFailure as error:
             return error.message  # The same on all ranks.
         sums_of = self._gathered(sums)
         problem = self._share_metadata(path)
         if self._group is not None:
             own = [FileInfo(name, (path / name).stat().st_size, sums[name]) for name in sums if name != METADATA]
-            problem = exchange(path, self._gathered(own), self.nodes, self.world.rank, self._group) or problem
+            files, rank = self._gathered(own), self.world.rank
+            try:
+                self._require_room(
+                    path, sum(each.size for source in self.nodes.sources(rank) for each in files[source])
+                )
+            except OSError as error:
+                return error.strerror or str(error)  # The same on all ranks.
+            problem = exchange(path, files, self.nodes, rank, self._group) or problem
         problem = next(filter(None, self._gathered(problem)), None)
         if problem is None and self.world.rank == self.nodes.leader:
             problem = self._completed(path, state, {name: each for sums in sums_of for name, each in sums.items()})
         return next(filter(None, self._gathered(problem)), None)
+
+    def _require_room(self, folder: Path, size: int) -> None:
+        self._require_on_host(partial(memory_folder.require_room, folder), size)
+
+    def _require_on_host(self, require: Callable[[int], None], size: int) -> None:
+        """Raise OSError on all ranks if what the ranks of some host add together does not fit there.
+
+        A collective call: no rank starts to write before all have compared.
+        """
+        sizes, problem = self._gathered(size), None
+        try:
+            require(sum(sizes[rank] for rank in self.nodes.on_host))
+        except OSError as error:
+            problem = error.strerror or str(error)
+        problem = next(filter(None, self._gathered(problem)), None)
+        if problem is not None:
+            raise OSError(errno.ENOMEM, problem)
 
     def _share_metadata(self, path: Path) -> str | None:
         """Write torch's metadata, which rank 0 has written on its node, on the other nodes."""

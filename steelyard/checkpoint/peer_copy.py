@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from steelyard.checkpoint.memory_folder import require_room
 from steelyard.parallel.world import World
 
 CHUNK = 32 << 20  # bytes
@@ -38,20 +37,27 @@ class Nodes:
     """The node of this rank."""
     number_on_host: int
     """0, except for nodes that are simulated on one host."""
+    on_host: tuple[int, ...] = ()
+    """The ranks that share the memory of this host."""
+    hosts: tuple[str, ...] = ()
+    """The host of each rank."""
 
     @classmethod
     def of(cls, world: World) -> Nodes:
         """A collective call. Ranks of a host with the same local rank belong to simulated nodes of that host."""
-        places: list[tuple[str, int]] = [("", 0)] * world.size
+        place = socket.gethostname(), world.local_rank
+        places: list[tuple[str, int]] = [place] * world.size
         if world.size > 1:
-            dist.all_gather_object(places, (socket.gethostname(), world.local_rank))
+            dist.all_gather_object(places, place)
         nodes: dict[tuple[str, int], list[int]] = {}
         own = ("", 0)
         for rank, (host, local_rank) in enumerate(places):
             node = host, sum(place == (host, local_rank) for place in places[:rank])
             nodes.setdefault(node, []).append(rank)
             own = node if rank == world.rank else own
-        return cls(list(nodes.values()), list(nodes).index(own), own[1])
+        on_host = tuple(rank for rank, (host, _) in enumerate(places) if host == places[world.rank][0])
+        hosts = tuple(host for host, _ in places)
+        return cls(list(nodes.values()), list(nodes).index(own), own[1], on_host, hosts)
 
     @property
     def leader(self) -> int:
@@ -77,9 +83,7 @@ def exchange(folder: Path, files: list[list[FileInfo]], nodes: Nodes, rank: int,
     """
     peer = nodes.peer(rank)
     outgoing = _outgoing(folder, files[rank]) if peer is not None else iter(())
-    sources = nodes.sources(rank)
-    room = _no_room(folder, sum(each.size for source in sources for each in files[source]))
-    incoming = {source: _Receiver(folder, files[source], room) for source in sources}
+    incoming = {source: _Receiver(folder, files[source]) for source in nodes.sources(rank)}
     problem = ""
     while True:
         requests: list[dist.Work | None] = []
@@ -100,14 +104,6 @@ def exchange(folder: Path, files: list[list[FileInfo]], nodes: Nodes, rank: int,
     return problem
 
 
-def _no_room(folder: Path, size: int) -> str:
-    try:
-        require_room(folder, size)
-    except OSError as error:
-        return str(error.strerror)
-    return ""
-
-
 def _outgoing(folder: Path, files: list[FileInfo]) -> Iterator[Tensor]:
     for each in files:
         content = torch.from_file(str(folder / each.name), shared=False, size=each.size, dtype=torch.uint8)
@@ -117,8 +113,8 @@ def _outgoing(folder: Path, files: list[FileInfo]) -> Iterator[Tensor]:
 class _Receiver:
     """Writes the chunks of a rank's files, and compares their checksums."""
 
-    def __init__(self, folder: Path, files: list[FileInfo], problem: str) -> None:
-        self.folder, self.files, self.problem = folder, list(files), problem
+    def __init__(self, folder: Path, files: list[FileInfo]) -> None:
+        self.folder, self.files, self.problem = folder, list(files), ""
         self._left = self.files[0].size if self.files else 0
         self._file: IO[bytes] | None = None
         self._digest = hashlib.sha256()

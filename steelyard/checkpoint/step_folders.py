@@ -13,11 +13,15 @@ from typing import Any
 from steelyard.checkpoint import state_file
 from steelyard.core import files
 from steelyard.core.console import console
-from steelyard.core.errors import SteelyardError
+from steelyard.core.errors import RuntimeFailure, SteelyardError
 
 VALID_LOSS = "valid_loss"  # a key in the state of a checkpoint that was the best when it was saved
 PREFIX = "step-"
 DAMAGED = "damaged"
+
+
+class AllDamagedError(RuntimeFailure):
+    """A run has checkpoints on disk, and none of them is intact."""
 
 
 def path_at(folder: Path, step: int) -> Path:

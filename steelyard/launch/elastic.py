@@ -12,6 +12,7 @@ A rank that fails on its own, such as with a user error or without a loadable ch
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -26,19 +27,19 @@ from steelyard.core.errors import Interrupted, RuntimeFailure, SteelyardError
 from steelyard.core.recipe import load_recipe, to_toml
 from steelyard.core.run import METRICS
 from steelyard.core.safe_parse import loads
-from steelyard.launch import backends, elastic_job, heartbeat, node_end
+from steelyard.launch import backends, disk_errors, elastic_job, heartbeat, lock_wait, node_end
 from steelyard.launch.elastic_attempt import Attempt
 from steelyard.launch.elastic_job import SUBMITTED, Node
 from steelyard.launch.launch_record import FOLDER
 from steelyard.launch.node_end import CLOCK, KILL, SAVE, NodeEnd
 from steelyard.launch.replan import AttemptPlan, plan
+from steelyard.launch.site_environment import SAME_REQUEST_SECONDS
 from steelyard.launch.spawn import signals
 
 DRAIN = "drain"
 SECONDS_BETWEEN_LOOKS = 0.5
 SECONDS_BETWEEN_PLANS = 5.0
 LOST_AFTER = 12.0  # seconds without a heartbeat
-SECONDS_TO_START = 90.0  # until the first heartbeat
 SECONDS_TO_NOTICE = 12.0  # from the first rank that lost others until all must have ended
 MOST_IN_VAIN = 10  # attempts in a row that end before their first step
 LONGEST_RECORD = 16 << 10  # bytes
@@ -82,19 +83,23 @@ class Elastic:
         """Run attempts until the run has finished, failed or was stopped. Returns the exit code."""
         before = elastic_job.attempts(self.run)[-1:]
         why = "the job was queued again" if before and "submitted" not in before[0] else "submitted"
-        detected, in_vain = time.time(), 0
-        while (planned := self._plan()) is not None:
+        detected, in_vain, number = time.time(), 0, 0
+        while lock_wait.until_free(self.run, self.stop_signals, self._wait_for):
+            if (planned := self._plan()) is None:
+                break
             saved, began = newest_checkpoint(self.run), time.time()
-            number = 1 + sum("attempt" in each for each in elastic_job.attempts(self.run))
+            number = 1 + max(number, sum("attempt" in each for each in elastic_job.attempts(self.run)))
+            if not disk_errors.until_done(lambda: self._prepare(planned), "launch/recipe.toml", self.stop_signals):
+                break
             self._record(number, why, detected, planned)
             attempt = Attempt(self.run, f"{self.backend.attempt_name(os.environ)}.{number}", planned, self.job)
             outcome = self._watch(attempt, saved)
             detected, why = time.time(), outcome.why
             if outcome.code is not None:
                 attempt.stop(())
-                console.say(f"attempt {number} ended" + (f": {why}" if why else ""))
+                disk_errors.say(f"attempt {number} ended" + (f": {why}" if why else ""))
                 return outcome.code
-            console.say(f"attempt {number} ended: {why}")
+            disk_errors.say(f"attempt {number} ended: {why}")
             attempt.stop([name for name, _ in outcome.lost])
             step = newest_checkpoint(self.run)
             for name, reason in outcome.lost:
@@ -102,18 +107,24 @@ class Elastic:
             in_vain = 0 if step > saved or last_record(self.run) > began else in_vain + 1
             if in_vain >= MOST_IN_VAIN:
                 raise RuntimeFailure(f"{in_vain} attempts in a row ended before a step; the last one: {why}")
+        name = signal.Signals(self.stop_signals[0]).name
+        disk_errors.say(f"stopped by {name} between attempts; the run can continue from its last checkpoint")
         return Interrupted.exit_code
 
-    def _record(self, number: int, why: str, detected: float, planned: AttemptPlan) -> None:
-        """Write the recipe of an attempt and its line of `attempts.jsonl`; remove heartbeats of the previous one."""
+    def _prepare(self, planned: AttemptPlan) -> None:
+        """Write the recipe of an attempt; remove heartbeats of the previous one."""
         for name in heartbeat.beats(self.run):
             (self.run / FOLDER / heartbeat.ALIVE / name).unlink(missing_ok=True)
         files.write_text(self.run / FOLDER / "recipe.toml", to_toml(planned.recipe.settings()))
+
+    def _record(self, number: int, why: str, detected: float, planned: AttemptPlan) -> None:
+        """Write the line of an attempt in `attempts.jsonl`."""
         names = [node.name for node in planned.nodes]
         idle = dict.fromkeys(sorted(self.considered - set(names)), "is not used by the best layout")
         record = {"attempt": number, "why": why, "detected": detected, "nodes": names, "unused": self.unused | idle}
-        elastic_job.append(self.run, record | {"ranks": sum(planned.ranks), "layout": planned.layout()})
-        console.say(f"attempt {number} on {', '.join(names)}: {why}")
+        with disk_errors.logged(elastic_job.ATTEMPTS):
+            elastic_job.append(self.run, record | {"ranks": sum(planned.ranks), "layout": planned.layout()})
+        disk_errors.say(f"attempt {number} on {', '.join(names)}: {why}")
 
     def _plan(self) -> AttemptPlan | None:
         """The plan for the nodes that can be used, as soon as there is one; None if a stop signal arrives first."""
@@ -127,14 +138,18 @@ class Elastic:
             unused = elastic_job.described(self.unused, sorted(self.unused))
             message = planned + (f" ({unused})" if unused else "")
             if message != waiting and not is_patient:
-                elastic_job.append(self.run, {"waiting": message})
-                console.say(f"waiting: {message}")
+                self._wait_for(message)
                 waiting = message
             until = time.monotonic() + (0 if is_patient else SECONDS_BETWEEN_PLANS)
             while time.monotonic() < until and not self.stop_signals:
                 time.sleep(SECONDS_BETWEEN_LOOKS)
             is_patient = False  # Without a plan, a lost node that answers is used again before the next checkpoint.
         return None
+
+    def _wait_for(self, reason: str) -> None:
+        with disk_errors.logged(elastic_job.ATTEMPTS):
+            elastic_job.append(self.run, {"waiting": reason})
+        disk_errors.say(f"waiting: {reason}")
 
     def _usable(self, is_patient: bool = True) -> list[Node]:
         """The nodes that can be used now; `unused` gets the others and the reasons."""
@@ -156,6 +171,7 @@ class Elastic:
             if len(self.stop_signals) > asked:
                 asked = len(self.stop_signals)
                 attempt.ask(SAVE if asked == 1 else KILL)
+            attempt.send_request()
             ends = attempt.ends()
             outcome = self._judge(attempt, ends, why)
             if outcome is not None:
@@ -228,14 +244,16 @@ class Elastic:
                 found[name] = "lost its node agent"
             elif name in beats and now - beats[name] > LOST_AFTER:
                 found[name] = f"does not answer since {time.strftime('%H:%M:%S', time.localtime(beats[name]))}"
-            elif name not in attempt.heard and time.monotonic() > attempt.began + SECONDS_TO_START:
-                found[name] = f"did not start within {SECONDS_TO_START:.0f} s"
+            elif name not in attempt.heard and time.monotonic() > attempt.began + self.job.seconds_to_start:
+                found[name] = f"did not start within {self.job.seconds_to_start:.0f} s"
         return found
 
 
 def newest_checkpoint(run: Path) -> int:
     """The step of the newest checkpoint; -1 if there is none."""
-    names = [path.name.removeprefix("step-") for path in (run / "checkpoints").glob("step-*")]
+    names: list[str] = []
+    with suppress(OSError):
+        names = [path.name.removeprefix("step-") for path in (run / "checkpoints").glob("step-*")]
     return max((int(name) for name in names if name.isdigit()), default=-1)
 
 
@@ -265,7 +283,8 @@ def _drained(run: Path, names: Sequence[str] | dict[str, subprocess.Popen[bytes]
 def main(arguments: Sequence[str]) -> int:
     """Supervise the run in a folder."""
     run = Path(arguments[0])
-    with signals() as stop_signals, heartbeat.Heartbeat(run, file=CLOCK):
+    # The scheduler may signal the job script, which forwards the signal, and this process.
+    with signals(SAME_REQUEST_SECONDS) as stop_signals, heartbeat.Heartbeat(run, file=CLOCK):
         try:
             return Elastic(run, stop_signals).supervise()
         except SteelyardError as error:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from steelyard.core.host import die_with_parent
-from steelyard.launch import backends, node_end
+from steelyard.launch import backends, disk_errors, node_end
 from steelyard.launch.elastic_job import ElasticJob
 from steelyard.launch.node_end import KILL, NodeEnd
 from steelyard.launch.replan import AttemptPlan
@@ -25,6 +25,7 @@ class Attempt:
         self.began = time.monotonic()
         self.noticed: float | None = None  # when the first rank lost others
         self.request = ""
+        self._sent, self._problem = "", ""
         self.heard: set[str] = set()
         hosts = ",".join(node.name for node in planned.nodes)
         options = ["--groups", planned.groups, "--hosts", hosts, "--attempt", name]
@@ -40,7 +41,19 @@ class Attempt:
         """Ask the agents to have their ranks save and stop, or to kill them."""
         if self.request not in (word, KILL):
             self.request = word
-            node_end.request(self.run, self.name, word)
+            self.send_request()
+
+    def send_request(self) -> None:
+        """Write the request for the agents, if that has not succeeded yet."""
+        if self._sent == self.request:
+            return
+        try:
+            node_end.request(self.run, self.name, self.request)
+            self._sent = self.request
+        except OSError as error:
+            if (problem := error.strerror or str(error)) != self._problem:
+                disk_errors.say(f"warning: the request to the nodes ({self.request}) cannot be written: {problem}")
+                self._problem = problem
 
     def ends(self) -> dict[str, NodeEnd]:
         """The nodes that have ended, and how."""

@@ -6,6 +6,7 @@
     groups               nodes in rank order: {"type": "a10", "nodes": 2, "ranks": 1, "cpus": 4}
     cluster              the cluster file, with as many GPUs per node as the job has ranks there
     step                 options of the job step of each node
+    seconds_to_start     what a node may take until its agent runs, the pull of an image included
     agent, command       the words of the node agent before its options, and its last options
 
 `attempts.jsonl` has one object for each submission, for each attempt, and for each reason to wait:
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from steelyard.launch.submit import SubmitRequest
 
 JOB, ATTEMPTS, SUBMITTED = "elastic.json", "attempts.jsonl", "submitted.toml"
+SECONDS_TO_START, SECONDS_TO_START_A_CONTAINER = 90.0, 900.0
 ONLY_TYPE = "node"  # the type of all nodes of a job without a cluster file
 
 
@@ -68,6 +70,7 @@ class ElasticJob:
     step: list[str] = field(default_factory=list)
     restarts: int = 0
     """How often the job may be queued again."""
+    seconds_to_start: float = SECONDS_TO_START
 
     @property
     def machines(self) -> Cluster:
@@ -141,6 +144,7 @@ def of(spec: JobSpec, backend: str, agent: list[str], cluster: Cluster | None, r
         backend, spec.min_nodes, groups, machines.model_dump(mode="json"), agent, spec.command_arguments,
         site_environment.pyxis_options(spec.site, spec.workdir, str(spec.run)),
         spec.site.slurm.max_restarts if spec.site.slurm.requeue else 0,
+        SECONDS_TO_START if spec.site.container.kind == "none" else SECONDS_TO_START_A_CONTAINER,
     )  # fmt: skip
 
 

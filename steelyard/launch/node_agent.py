@@ -124,7 +124,9 @@ def main(arguments: Sequence[str]) -> int:
             is_over = _requests(options, run, stop_signals, beat) if options.hosts else None
             hung = watch(list(ranks), stop_signals, failed, is_over)
             code = _end(options, run, ranks, hung, bool(stop_signals), logs[1])
-            while is_over is not None and not is_over():  # The supervisor answers each end, unless it is lost too.
+            # The supervisor answers each end that it can read, unless it is lost too.
+            has_end = bool(options.hosts) and node_end.read(run, options.attempt, _node(options, place) or "")
+            while is_over is not None and has_end and not is_over():
                 time.sleep(node_end.SECONDS_BETWEEN_LOOKS)
             return code
     except SteelyardError as error:

@@ -24,6 +24,7 @@ from steelyard.launch.launch_record import FOLDER
 REQUEST, END, CLOCK = "request-", "end-", "clock"
 SAVE, KILL = "save", "end"
 SECONDS_BETWEEN_LOOKS = 0.5
+SECONDS_TO_WRITE = 30.0  # how a node ended, on a disk that is full
 SUPERVISOR_LOST_AFTER = 30.0  # seconds without a touch of the clock, while this node touches its own file
 
 
@@ -78,9 +79,15 @@ def request(run: Path, attempt: str, word: str) -> None:
 
 
 def write(run: Path, attempt: str, node: str, end: NodeEnd) -> None:
-    """Write how a node ended."""
-    with suppress(OSError):  # A full disk; the supervisor then sees that the agent is gone.
-        files.write_json(run / FOLDER / f"{END}{attempt}-{node}", asdict(end))
+    """Write how a node ended. If the disk stays full, the agent must exit: the supervisor sees that it is gone."""
+    deadline = time.monotonic() + SECONDS_TO_WRITE
+    while True:
+        try:
+            return files.write_json(run / FOLDER / f"{END}{attempt}-{node}", asdict(end))
+        except OSError:
+            if time.monotonic() > deadline:
+                return None
+        time.sleep(SECONDS_BETWEEN_LOOKS)
 
 
 def read(run: Path, attempt: str, node: str) -> NodeEnd | None:

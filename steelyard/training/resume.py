@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from steelyard import checkpoint
-from steelyard.checkpoint import memory_folder, memory_restore
+from steelyard.checkpoint import memory_folder, memory_record, memory_restore
 from steelyard.checkpoint.memory_save import MemorySaver
+from steelyard.checkpoint.peer_copy import Nodes
+from steelyard.checkpoint.step_folders import AllDamagedError
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
 from steelyard.core.run import Run
@@ -36,7 +38,16 @@ class Start:
 
 def find_start(recipe: Recipe, folder: Run, world: World, start_from: str | None) -> Start:
     """Choose the checkpoint, and drop the records of steps that will be repeated. A collective call."""
-    on_disk = run_on_rank0(world, lambda: checkpoint.latest(folder.checkpoints, set_aside=True))
+    damaged: list[AllDamagedError] = []  # on rank 0
+
+    def newest_on_disk() -> checkpoint.Checkpoint | None:
+        try:
+            return checkpoint.latest(folder.checkpoints, set_aside=True)
+        except AllDamagedError as error:
+            damaged.append(error)
+            return None
+
+    on_disk = run_on_rank0(world, newest_on_disk)
     newest, in_memory = on_disk, None
     root = _root(recipe, folder, world)
     if root is not None and recipe.checkpoint.memory_every and start_from is None:
@@ -45,10 +56,15 @@ def find_start(recipe: Recipe, folder: Run, world: World, start_from: str | None
         newest = in_memory or on_disk
 
     def prepared() -> Start:
+        if damaged and newest is None:
+            raise damaged[0]
         saved = _chosen(recipe, folder, newest, start_from)
         is_own = saved is not None and saved.path.parent == folder.checkpoints
         last = saved.step if saved is not None and is_own else -1
-        described = "" if saved is None else _described(folder, saved, is_own, in_memory is not None, on_disk)
+        others = "all on disk are damaged" if damaged else "none is on disk"
+        others = others if on_disk is None else f"the newest on disk is of step {on_disk.step}"
+        source = "" if in_memory is None else f" from a memory checkpoint ({others})"
+        described = "" if saved is None else _described(folder, saved, is_own, source)
         folder.forget_after(last)
         timeline.forget_after(folder.path / TIMELINE, last)
         records = [record for record in folder.metrics() if "valid_loss" in record]
@@ -64,13 +80,26 @@ def memory_saver(recipe: Recipe, folder: Run, world: World, engine: Engine) -> M
     root = _root(recipe, folder, world)
     if root is None:
         return None
+    recorded = run_on_rank0(world, lambda: memory_record.read(folder))
+    if recorded is not None and recorded[0] != root and world.local_rank == 0:
+        memory_folder.remove_stale(recorded[0])  # of an attempt with another memory_dir, or at another path
     if not recipe.checkpoint.memory_every:
         if world.local_rank == 0:
             memory_folder.remove(root)  # of an attempt with another recipe
+        hosts = Nodes.of(world).hosts
+        run_on_rank0(world, lambda: memory_record.discard(folder, hosts))
         return None
     saver = MemorySaver(root, world, int(recipe.checkpoint.memory_device_gib * GIB))
+    run_on_rank0(world, lambda: memory_record.add(folder, root, saver.nodes.hosts))
     engine.before_update = saver.staging.before_update
     return saver
+
+
+def remove_memory(saver: MemorySaver, folder: Run) -> None:
+    """Remove all memory checkpoints at the end of the run. A collective call."""
+    saver.remove()
+    if saver.world.is_rank0:
+        memory_record.discard(folder, saver.nodes.hosts)
 
 
 def _root(recipe: Recipe, folder: Run, world: World) -> Path | None:
@@ -104,16 +133,10 @@ def _chosen(
     return saved
 
 
-def _described(
-    folder: Run, saved: checkpoint.Checkpoint, is_own: bool, is_from_memory: bool, on_disk: checkpoint.Checkpoint | None
-) -> str:
+def _described(folder: Run, saved: checkpoint.Checkpoint, is_own: bool, source: str) -> str:
     """How the run resumes: from where, and how many steps it repeats, counted up to the last record."""
     if not is_own:
         return f"resumed at step {saved.step} from {saved.path}"
-    source = ""
-    if is_from_memory:
-        newest = "none is on disk" if on_disk is None else f"the newest on disk is of step {on_disk.step}"
-        source = f" from a memory checkpoint ({newest})"
     reached = max((record["step"] for record in folder.metrics()), default=0)
     repeated = reached - saved.step
     steps = "1 step is" if repeated == 1 else f"{repeated} steps are"

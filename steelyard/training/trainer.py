@@ -35,7 +35,7 @@ from steelyard.training.lr_schedule import TrainProgress, learning_rate
 from steelyard.training.metrics import Recorder, line
 from steelyard.training.nonfinite import SkippedStep, SkippedSteps
 from steelyard.training.profiler import PROFILE, Profiler
-from steelyard.training.resume import TIMELINE, find_start, memory_saver
+from steelyard.training.resume import TIMELINE, find_start, memory_saver, remove_memory
 from steelyard.training.straggler import StepTimer
 from steelyard.training.throughput import Speed
 from steelyard.training.train_state import TrainState
@@ -179,7 +179,7 @@ class Trainer:
                 if out_of_patience:
                     break
             stop.finish()
-            self._finish_saves()
+            self._finish_saves(has_finished=True)
         return "finished"
 
     def _step(self, batches: Loader, batch: int, rate: float) -> None:
@@ -212,9 +212,9 @@ class Trainer:
 
     def _stopped(self, by_clock: bool) -> str:
         """End after a stop request: raise `Interrupted`, or return the state if `train.max_hours` ended the run."""
-        self._finish_saves()
+        kept = self._finish_saves(has_finished=False)
         step, train = self.train_state.counters.step, self.recipe.train
-        message = f"stopped at step {step} of {train.steps}"
+        message = f"stopped at step {step} of {train.steps}{kept}"
         if self.recipe.checkpoint.at_end and step:
             message = f"saved step {step} of {train.steps}; the same command resumes {self.folder.path}"
         if not by_clock:
@@ -280,6 +280,7 @@ class Trainer:
             if is_best:
                 state[checkpoint.VALID_LOSS] = self.valid_losses[-1]
             self.saver.save(self.engine.state_shards(for_saving=True), state)
+            self.saved_step = self.train_state.counters.step
 
     def _save_to_memory(self) -> None:
         """Start a memory checkpoint if one is due (`checkpoint.memory_every`)."""
@@ -296,11 +297,17 @@ class Trainer:
         if self.memory is not None:
             self.memory.let_end()
 
-    def _finish_saves(self) -> None:
-        """Wait for the last checkpoint. Memory checkpoints are not needed after it."""
+    def _finish_saves(self, has_finished: bool) -> str:
+        """Wait for the last checkpoint. Memory checkpoints are removed, unless the run needs them to continue."""
         self.saver.wait()
-        if self.memory is not None:
-            self.memory.remove()
+        if self.memory is None:
+            return ""
+        self.memory.let_end()
+        if not has_finished and self.memory.newest is not None and self.memory.newest[0] > self.saved_step:
+            step, folder = self.memory.newest
+            return f"; step {step} is in {folder}, from where the same command on the same nodes resumes"
+        remove_memory(self.memory, self.folder)
+        return ""
 
     def _start_or_resume(self, start_from: str | None) -> None:
         begin = find_start(self.recipe, self.folder, self.world, start_from)
@@ -319,6 +326,7 @@ class Trainer:
             self.engine.optimizer.finish_loading()
             self.train_state.restore(saved.state)
             how = begin.described
+        self.saved_step = self.train_state.counters.step
         # A stop may have ended the validation of the saved step.
         is_missing = begin.is_own and self._is_validation_due() and not begin.is_validated
         self.validates_first = saved is None or is_missing

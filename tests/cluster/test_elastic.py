@@ -1,12 +1,13 @@
-"""An elastic run on a real Slurm: a node loses its power, and the run continues in the same allocation."""
+"""Elastic runs on a real Slurm: a node loses its power or is drained, and a run that waits comes to its time limit."""
 
 import shlex
 from pathlib import Path
 
 import pytest
 
-from steelyard.launch import elastic_job
+from steelyard.launch import elastic, elastic_job, node_end
 from tests.cluster.conftest import STEPS, Yard, everything, losses
+from tests.cluster.test_going_on import limit_soon
 from tests.test_guides import commands
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
@@ -42,3 +43,34 @@ def test_the_guide_to_elastic_runs_works_as_written_when_a_node_loses_its_power(
     assert losses(run) == pytest.approx(losses(undisturbed), rel=1e-3)
     assert {record["restarts"] for record in yard.records(run)} == {0}, "the job was not queued again"
     assert yard.verdicts(run, 0) == {"completed"}
+
+
+def test_a_drained_node_is_given_back_and_a_job_that_waits_for_it_is_requeued_at_its_time_limit(
+    yard: Yard, undisturbed: Path
+):
+    """Slurm drains a node of a job that needs two. No step runs when the warning of the time limit arrives."""
+    recipe = (yard.path / "alike.toml").read_text().replace("steps = 20", f"steps = {STEPS}")
+    (yard.path / "drained.toml").write_text(recipe + PLAN)
+    words = ("drained.toml", "--on", "slurm", "--cluster", "cluster.toml", "--min-nodes", "2", "--name", "drained")
+    run = yard.submit(*words, "--time", "30", "site.slurm.warning_seconds=60")
+    try:
+        with yard.held(run):
+            yard.lab.client("scontrol", "update", "NodeName=a2", "State=DRAIN", "Reason=test")
+            asked = (run / "launch").glob
+            yard.lab.until(lambda: any(asked(f"{node_end.REQUEST}*")), "the request to save", 240)
+        yard.lab.until(lambda: "waiting" in elastic_job.attempts(run)[-1], "a reason to wait", 240)
+        assert "needs 2 nodes, 1 is alive (a2 is drain" in elastic_job.attempts(run)[-1]["waiting"]
+        saved = elastic.newest_checkpoint(run)
+        assert 10 < saved < STEPS, "the ranks saved when the node was drained"
+        limit_soon(yard, run)
+        [job] = yard.until_pending(run)
+    finally:
+        yard.lab.client("scontrol", "update", "NodeName=a2", "State=RESUME")
+    said = (run / "logs" / f"slurm-{job}.log").read_text()
+    assert "stopped by SIGUSR1 between attempts" in said, everything(run)
+    assert "requeueing the job" in said
+    yard.lab.client("scontrol", "update", f"job={job}", "TimeLimit=30")
+    yard.hurry(run)
+    assert yard.until_state(run, "finished", "failed", seconds=600) == "finished", everything(run)
+    assert f"resumed at step {saved}" in (run / "logs" / "a1.out").read_text()
+    assert losses(run) == pytest.approx(losses(undisturbed), rel=1e-3)

@@ -102,6 +102,11 @@ def _states(yard: Yard, job: str) -> list[str]:
     return yard.lab.client("squeue", "-h", "--states=all", "-j", job, "-o", "%T").stdout.split()
 
 
+def limit_soon(yard: Yard, run: Path) -> None:
+    """Bring a run to its time limit."""
+    _limit(yard, _jobs(run))
+
+
 def _limit(yard: Yard, jobs: list[str]) -> None:
     """Bring the time limits of running jobs to within 30 to 90 s: Slurm warns them at its next look."""
     used = max(seconds(yard.lab.client("squeue", "-h", "-j", job, "-o", "%M").stdout.split()[0]) or 0 for job in jobs)

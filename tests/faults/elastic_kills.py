@@ -1,10 +1,11 @@
-"""Kills nodes, node agents and ranks of an elastic run on the virtual Slurm cluster, at random times.
+"""Kills nodes, node agents and ranks of an elastic run on the virtual Slurm cluster, and drains nodes.
 
     python -m tests.faults.elastic_kills [KILLS] [SEED]
 
 Needs root and the packages of `make test-cluster`. Kills are uniform in time and do not wait for the run, so some hit a
-save or a replan. At the end the run is cancelled and its losses are compared with those of an unbroken run. Prints, for
-each kill, the seconds until its detection and from there to the next training step.
+replan; one kind waits for a checkpoint that is being written, and kills the node agent of rank 0 then. At the end the
+run is cancelled and its losses are compared with those of an unbroken run. Prints, for each kill, the seconds until its
+detection and from there to the next training step.
 """
 
 from __future__ import annotations
@@ -19,14 +20,16 @@ import time
 from pathlib import Path
 
 import steelyard
+from steelyard.core.files import TEMPORARY
 from steelyard.launch import elastic_job
 from tests.cluster.conftest import RECIPE, SITES, Yard, everything, losses, metrics, process_on
 from tests.cluster.lab import Lab
 from tests.conftest import write_tokens
 
-KINDS = ("power-off", "agent", "rank")
+KINDS = ("power-off", "agent", "rank", "save", "drain")
 SHORTEST, LONGEST = 5.0, 75.0  # seconds between kills
 SECONDS_TO_RECOVER = 900.0
+SECONDS_TO_SAVE = 5.0
 WORDS = (
     "tiny.toml", "train.steps=100000", "checkpoint.every=10", "parallel.timeout_minutes=0.2",
 )  # fmt: skip
@@ -59,13 +62,16 @@ def campaign(yard: Yard, kills: int, chance: random.Random) -> int:
         kind, wait = KINDS[number % len(KINDS)], chance.uniform(SHORTEST, LONGEST)
         known, at = attempts(run), time.time()
         host = strike(yard, run, kind, chance)
-        off += [host] if kind == "power-off" else []
+        off += [host] if kind in ("power-off", "drain") else []
         while time.time() < at + wait:
             time.sleep(0.2)
         if number == kills - 1 or len(off) == 2 or chance.random() < 0.6:
             print(f"{number + 1} {kind} {host}: {recovered(run, known, at)}", flush=True)
             for each in off:
-                yard.lab.power_on(each)
+                if each in yard.lab.boxes:
+                    yard.lab.client("scontrol", "update", f"NodeName={each}", "State=RESUME")
+                else:
+                    yard.lab.power_on(each)
             off.clear()
         else:
             print(f"{number + 1} {kind} {host}: the next kill did not wait", flush=True)
@@ -93,19 +99,34 @@ def strike(yard: Yard, run: Path, kind: str, chance: random.Random) -> str:
     """Hit a node of the current attempt. Returns its name."""
     deadline = time.monotonic() + SECONDS_TO_RECOVER
     while time.monotonic() < deadline:
-        host = chance.choice(attempts(run)[-1]["nodes"])
+        nodes = attempts(run)[-1]["nodes"]
+        host = nodes[0] if kind == "save" else chance.choice(nodes)
         if host in yard.lab.boxes:
+            if kind == "drain":
+                yard.lab.client("scontrol", "update", f"NodeName={host}", "State=DRAIN", "Reason=test")
+                return host
             if kind == "power-off":
                 yard.lab.power_off(host)
                 return host
             try:
-                number = signal.SIGKILL if kind == "agent" else signal.SIGSTOP
-                os.kill(process_on(yard, run, host, is_agent=kind == "agent"), number)
-                return host
+                number = signal.SIGSTOP if kind == "rank" else signal.SIGKILL
+                process = process_on(yard, run, host, is_agent=kind != "rank")
+                if kind != "save" or is_saving(run):
+                    os.kill(process, number)
+                    return host
             except (AssertionError, ProcessLookupError):  # The attempt has not started there yet, or has ended.
                 pass
         time.sleep(0.2)
     raise TimeoutError(everything(run))
+
+
+def is_saving(run: Path) -> bool:
+    """Wait for a moment until a checkpoint is being written."""
+    until = time.monotonic() + SECONDS_TO_SAVE
+    while time.monotonic() < until:
+        if any(path.name.startswith(TEMPORARY) for path in (run / "checkpoints").iterdir()):
+            return True
+    return False
 
 
 def recovered(run: Path, known: list[dict], at: float) -> str:

@@ -10,14 +10,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
+from steelyard.core.errors import RuntimeFailure
+from steelyard.core.recipe import load_recipe
+from steelyard.core.recipe.site_section import ContainerSection
 from steelyard.core.recipe.toml import leaves, read
 from steelyard.core.run import Run
-from steelyard.launch import elastic, elastic_job, node_end
+from steelyard.launch import elastic, elastic_job, lock_wait, node_end
+from steelyard.launch.backends import slurm_script
+from steelyard.launch.job_spec import JobSpec, NodeGroup
+from steelyard.launch.sites import SiteSection
 from tests.conftest import TINY, Workplace, kill
 
 pytestmark = pytest.mark.timeout(900)
@@ -81,12 +88,15 @@ def run(in_workplace: Workplace) -> Path:
     return run
 
 
+def start(run: Path) -> subprocess.Popen:
+    words = [sys.executable, "-P", "-m", "steelyard.launch.elastic", str(run)]
+    with open(run / "logs" / "launcher.log", "wb") as log:
+        return subprocess.Popen(words, stdout=log, stderr=log)
+
+
 @pytest.fixture
 def supervised(run: Path) -> Iterator[tuple[Path, subprocess.Popen]]:
-    with open(run / "logs" / "launcher.log", "wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "steelyard.launch.elastic", str(run)], stdout=log, stderr=log
-        )
+    process = start(run)
     alive = run / "launch" / "alive"
     until(lambda: elastic.newest_checkpoint(run) > 0 and len(list(alive.glob("node-*"))) == 3, "the first attempt")
     yield run, process
@@ -128,6 +138,32 @@ def test_a_drained_node_is_given_back_and_too_few_nodes_wait(supervised):
     assert len(attempts(run)) == 2
 
 
+def block(path: Path) -> None:
+    """Make every write of a file fail, as a full disk would, until the folder is removed."""
+    path.unlink(missing_ok=True)
+    path.mkdir()
+
+
+@pytest.mark.slow
+def test_errors_of_the_filesystem_in_the_supervisor_are_logged_and_the_run_goes_on(supervised):
+    run, process = supervised
+    log, recipe = run / "logs" / "launcher.log", run / "launch" / "recipe.toml"
+    block(run / elastic_job.ATTEMPTS)
+    block(recipe)
+    os.kill(agent_of(run, "node-1"), signal.SIGKILL)
+    until(lambda: "launch/recipe.toml cannot be written" in log.read_text(), "the first error")
+    recipe.rmdir()
+    until(lambda: "attempt 2 on node-0, node-2" in log.read_text(), "the second attempt")
+    assert f"{elastic_job.ATTEMPTS} cannot be written" in log.read_text()
+    saved = elastic.newest_checkpoint(run)
+    until(lambda: elastic.newest_checkpoint(run) > saved, "a checkpoint of the second attempt")
+    block(request := run / "launch" / f"{node_end.REQUEST}{process.pid}.2")
+    process.terminate()
+    until(lambda: "the request to the nodes (save) cannot be written" in log.read_text(), "the third error")
+    request.rmdir()
+    assert process.wait(timeout=300) == 130, log.read_text()
+
+
 @pytest.mark.slow
 def test_a_rank_that_fails_beside_ranks_that_wait_for_it_ends_the_run(run: Path):
     job = json.loads((run / "launch" / elastic_job.JOB).read_text())
@@ -138,6 +174,108 @@ def test_a_rank_that_fails_beside_ranks_that_wait_for_it_ends_the_run(run: Path)
     done = subprocess.run([sys.executable, "-P", "-m", "steelyard.launch.elastic", str(run)], timeout=300)
     assert done.returncode == 1
     assert len(attempts(run)) == 1, "no node was lost"
+
+
+@pytest.mark.slow
+def test_a_node_that_does_not_start_is_lost_after_the_time_of_its_job(run: Path):
+    job = json.loads((run / "launch" / elastic_job.JOB).read_text())
+    job |= {"agent": [sys.executable, "-P", "-c", "import time; time.sleep(600)"], "seconds_to_start": 2}
+    (run / "launch" / elastic_job.JOB).write_text(json.dumps(job))
+    process = start(run)
+    try:
+        why = until_attempt(run, 2)["why"]
+    finally:
+        kill(process)
+    assert why == ", ".join(f"node-{number} did not start within 2 s" for number in range(3))
+
+
+@pytest.mark.parametrize(("kind", "seconds"), [("none", 90), ("pyxis", 900), ("apptainer", 900)])
+def test_a_node_may_take_longer_to_start_if_it_pulls_an_image(in_workplace: Workplace, kind, seconds):
+    site = SiteSection(container=ContainerSection(kind=kind, image="" if kind == "none" else "repo/image:1"))
+    spec = JobSpec(
+        run=in_workplace.path, site=site, submitted="now", groups=[NodeGroup(3, 1)], command=["true"], name="x",
+        python="python3", workdir=str(in_workplace.path), min_nodes=2,
+    )  # fmt: skip
+    job = elastic_job.of(spec, "slurm", ["agent"], None, load_recipe("tiny.toml", ["train.device=cpu"]))
+    assert job.seconds_to_start == seconds
+
+
+# Holds the lock of a run folder as a lost node does on NFS: no process of this machine can end it.
+HOLD = """
+import sys, time
+from pathlib import Path
+from steelyard.core import files
+with files.locked(Path(sys.argv[1])) as lock:
+    lock.write("process 7 on b2")
+    lock.flush()
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def held(run: Path) -> Iterator[subprocess.Popen]:
+    words = [sys.executable, "-P", "-c", HOLD, str(run / "run.lock")]
+    process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "held\n"
+    yield process
+    kill(process)
+
+
+@pytest.mark.slow
+def test_an_attempt_waits_for_the_lock_of_a_lost_node(run: Path, held: subprocess.Popen):
+    (run / "done").touch()
+    words = [sys.executable, "-P", "-m", "steelyard.launch.elastic", str(run)]
+    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+    try:
+        assert "is in use by process 7 on b2; tries again for 300 s" in process.stderr.readline()
+        assert not attempts(run)
+        assert "is in use by process 7 on b2" in elastic_job.attempts(run)[-1]["waiting"]
+        held.communicate(timeout=60)
+        until(lambda: attempts(run), "the attempt")
+    finally:
+        kill(process)
+
+
+def test_a_lock_that_is_not_released_ends_the_run_with_its_owner(run: Path, held: subprocess.Popen, monkeypatch):
+    told: list[str] = []
+    assert not lock_wait.until_free(run, [signal.SIGUSR1], told.append)
+    monkeypatch.setattr(lock_wait, "SECONDS_TO_RELEASE", 0.0)
+    monkeypatch.setattr(lock_wait, "SECONDS_BETWEEN_TRIES", 0.01)
+    with pytest.raises(RuntimeFailure, match="still in use by process 7 on b2 after 0 s"):
+        lock_wait.until_free(run, [], told.append)
+    assert len(told) == 1
+    held.communicate(timeout=60)
+    assert lock_wait.until_free(run, [], told.append)
+
+
+@pytest.mark.slow
+def test_the_warning_of_a_time_limit_ends_and_requeues_a_job_that_waits_for_nodes(run: Path, tmp_path: Path):
+    """Slurm signals only the shell of the job script, which is all that it has while no step runs."""
+    (run / "launch" / "drain").write_text("node-0\nnode-2\n")
+    spec = JobSpec(
+        run=run, site=SiteSection(), submitted="now", groups=[NodeGroup(3, 1)], command=["true"], name="x",
+        python="python3", workdir=str(run), min_nodes=2,
+    )  # fmt: skip
+    assert "--signal=B:USR1@120" in slurm_script.sbatch(spec)
+    for name, text in {"squeue": "echo RUNNING", "scontrol": 'echo "$@" >requeued'}.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    given = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    words = ["bash", "-c", slurm_script.text(spec)]
+    with open(run / "logs" / "slurm-7.log", "wb") as log:
+        script = subprocess.Popen(words, env=given, stdout=log, stderr=log, start_new_session=True)
+    try:
+        until(lambda: any("waiting" in each for each in elastic_job.attempts(run)), "a reason to wait")
+        script.send_signal(signal.SIGUSR1)
+        assert script.wait(timeout=300) == 130
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(script.pid, signal.SIGKILL)
+    said = (run / "logs" / "slurm-7.log").read_text()
+    assert "stopped by SIGUSR1 between attempts" in said
+    assert said.endswith("requeueing the job\n")
+    assert (run / "requeued").read_text() == "requeue 7\n"
 
 
 def test_a_request_to_save_after_a_signal_is_not_a_second_signal(run: Path):

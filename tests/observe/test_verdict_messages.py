@@ -48,6 +48,16 @@ def test_a_stopped_process_is_named_by_its_rank_and_how_to_let_it_go_on(folder: 
     assert verdicts(folder) == {"healthy": "ok"}
 
 
+def test_memory_checkpoints_that_a_run_left_are_named(folder: Folder):
+    left = {"folder": "/dev/shm/steelyard-0123456789abcdef", "hosts": ["n1", "n0"]}
+    alone("failed", error="no", memory_checkpoints=left)(folder)
+    (verdict,) = judge(folder.state())
+    assert "in /dev/shm/steelyard-0123456789abcdef on n0, n1, if it is still there" in verdict.what_to_do
+    assert verdict.what_to_do.endswith("rm -r /dev/shm/steelyard-0123456789abcdef on each")
+    folder.manifest["memory_checkpoints"] = None
+    assert "/dev/shm" not in judge(folder.state())[0].what_to_do
+
+
 def test_a_lost_node_is_named_with_the_time_since_when_it_is_lost(folder: Folder):
     lost_node(folder)
     at = time.strftime("%H:%M:%S", time.localtime(NOW - 11))

@@ -220,6 +220,25 @@ def test_without_free_memory_the_run_finishes_with_checkpoints_on_disk(in_workpl
     assert [path.name for path in sorted(run.checkpoints.iterdir())] == ["step-00000006", "step-00000010"]
 
 
+# Each rank's part fits into the free memory of the node, both together do not.
+CROWDED = f"""
+import os
+from steelyard.checkpoint import memory_folder
+memory_folder.host.available_bytes = lambda: memory_folder.RESERVE + int(os.environ["FREE"])
+{TRAIN}
+"""
+
+
+@pytest.mark.slow
+def test_the_ranks_of_a_node_compare_their_sum_with_its_free_memory(killed: Killed, monkeypatch):
+    whole = sum(path.stat().st_size for path in killed.copies.glob("node-0/step-00000006/*.distcp"))
+    monkeypatch.setenv("FREE", str(whole * 3 // 4))
+    settings = (f"checkpoint.memory_dir={killed.memory}", "train.steps=4")
+    crowded = two_nodes(killed.folder, *settings, run="crowded", code=CROWDED)
+    assert crowded.codes == [0, 0], crowded.said
+    assert crowded.said.count("memory checkpoints are off: a memory checkpoint needs ") == 1, crowded.said
+
+
 @pytest.mark.slow
 def test_a_full_tmpfs_turns_memory_checkpoints_off_and_the_run_finishes(workplace):
     """In a mount namespace of its own, where a tmpfs holds one memory checkpoint and not two."""

@@ -4,7 +4,8 @@ The user's values are not written to `#SBATCH` comments, which have their own qu
 an argument. srun starts one node agent per node. Identical nodes make one job. Nodes of several partitions make one
 heterogeneous job or, if a site forbids those, a master and followers, which are several jobs of one run. Slurm signals
 the ranks before the time limit and before a preemption. They save and exit with 130, and the script requeues the job
-unless it was cancelled. After a node failure Slurm itself requeues the job.
+unless it was cancelled. After a node failure Slurm itself requeues the job. The script of an elastic run gets these
+signals itself and forwards them to the supervisor.
 
 All parts of a heterogeneous job are requeued together. The scripts of a master and its followers poll each other's
 jobs, because there is no squeue inside a container. If one job is over, the others would wait for it until their time
@@ -32,8 +33,9 @@ BEGAN = "began-"
 ATTEMPT = '"$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}"'  # expanded by the shell
 # Expanded by the shell: the job id as squeue and sacct show it.
 JOB_ID = '"${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}"'
-# In an existing allocation only this script can signal the ranks to save and stop. Without the trap, a signal would end
-# bash and leave srun running. srun kills its ranks on SIGTERM but forwards SIGUSR1.
+# In an existing allocation, and in an elastic run, only this script can signal the ranks or the supervisor to save and
+# stop. Without the trap, a signal would end bash and leave them running. srun kills its ranks on SIGTERM but forwards
+# SIGUSR1.
 LISTENING = """step= asked=0
 trap 'asked=$((asked + 1)); [ -z "$step" ] || kill -USR1 "$step"' TERM INT USR1
 """
@@ -144,7 +146,9 @@ def _options(spec: JobSpec, group: NodeGroup) -> list[str]:
     words += [f"--account={site.account}"] if site.account else []
     words += [f"--mem={site.memory}"] if site.memory else []
     words += [f"--time={limit}"] if limit else []
-    words += [f"--signal=USR1@{site.warning_seconds}"] if site.warning_seconds else []
+    # The supervisor of an elastic run is a process of the script: while it waits for nodes there is no other one.
+    receiver = "" if spec.min_nodes is None else "B:"
+    words += [f"--signal={receiver}USR1@{site.warning_seconds}"] if site.warning_seconds else []
     return [*words, *site.sbatch]
 
 
@@ -173,7 +177,7 @@ def text(spec: JobSpec, group: int | None = None) -> str:
         lines.append(f"{_srun(spec, before, '', group, inside=False)} || exit 1\n")
     if spec.min_nodes is not None:
         requeueing = _requeueing(spec) if spec.site.slurm.requeue else ""
-        return "".join([*lines, f"{join(elastic_command(spec))}\ncode=$?\n", requeueing, "exit $code\n"])
+        return "".join([*lines, f"{LISTENING}{join(elastic_command(spec))} &\n{WAITING}", requeueing, "exit $code\n"])
     line = _srun(spec, agent_command(spec, "slurm", RANK_VARIABLES), _agent_options(spec, group), group)
     if job is not None:
         lines.append(f"{LISTENING}{line} &\n{WAITING}{FAILURE % _names(spec)}")

@@ -175,7 +175,19 @@ def _resume(state: RunState) -> str:
         return RESUME
     names = [path.name.partition("-")[2] for path in (state.path / "checkpoints").glob("step-*")]
     steps = [int(name) for name in names if name.isdigit()]
-    return f"the same command resumes from step {max(steps)}" if steps else ANEW
+    return (f"the same command resumes from step {max(steps)}" if steps else ANEW) + _in_memory(state)
+
+
+def _in_memory(state: RunState) -> str:
+    """Which memory checkpoints a run may have left on its nodes, and how to remove them."""
+    recorded = state.manifest.get("memory_checkpoints")
+    if not isinstance(recorded, dict) or not isinstance(hosts := recorded.get("hosts"), list) or not hosts:
+        return ""
+    folder = recorded.get("folder")
+    return (
+        f", or from a newer memory checkpoint in {folder} on {some(sorted(map(str, hosts)))}, if it is still there; "
+        f"if you do not resume it: rm -r {folder} on each"
+    )
 
 
 def _reached(state: RunState) -> str:

@@ -33,12 +33,13 @@ def lost_node(state: RunState) -> Verdict | None:
 
 
 def waits_for_nodes(state: RunState) -> Verdict | None:
-    """An elastic run has too few nodes, or none of its layouts fits those that remain."""
+    """An elastic run has too few nodes, no layout for those that remain, or a lost node still holds its lock."""
     is_here = state.is_live and not state.is_superseded
     waiting = state.attempts[-1].get("waiting") if is_here and state.attempts else None
     if not isinstance(waiting, str):
         return None
-    return Verdict("waits-for-nodes", "waiting", f"waits: {waiting}", "bring nodes back; it continues by itself")
+    what = "wait for the file server" if " is in use by " in waiting else "bring nodes back"
+    return Verdict("waits-for-nodes", "waiting", f"waits: {waiting}", f"{what}; it continues by itself")
 
 
 def described(lost: dict[str, float]) -> str:
