@@ -126,6 +126,7 @@ class Engine:
         self.before_update()
         self.optimizer.step(rate, grad_scale, skipped, ratios)
         self.balance.finish(skipped)
+        self.extension.after_update(self)
         return sums[0], norm, skipped
 
     def evaluate(self, rows: Rows) -> Tensor:
