@@ -2,10 +2,14 @@
 
 The model computes with its weights as they are. After every update the weights outside the masks are scaled down, so
 that one that no gradient changes falls linearly from its value to exactly zero at the step `freeze_after`. Until then
-the masks are chosen again every `mask_every` steps: the largest N of each M weights. A weight that its gradients hold up
-against the scaling returns to the masks. Afterwards the masks stay, and weights outside them are set to zero after every
-update. Only this rank's parameter shards are changed, never the forward pass, and a shard has whole groups, so every
-layout, optimizer and precision computes the same rule.
+the masks are chosen again every `mask_every` steps: the N most important of each M weights. A weight that its gradients
+hold up against the scaling returns to the masks. Afterwards the masks stay, and weights outside them are set to zero
+after every update. Only this rank's parameter shards are changed, never the forward pass, and a shard has whole groups,
+so every layout, optimizer and precision computes the same rule.
+
+Importance is |w|, or |w| times the norm of its column of the gradient. The squared norm of a column is about the sum
+over tokens of (input of the column)^2 times the squared gradient of the outputs, so it is Wanda's score with tokens
+weighted by what they matter to the loss, and costs no pass of its own.
 
 Distillation needs the dense model while the weights change: a frozen copy on the same layout (`teacher`), in the
 precision of the products. Checkpoints hold the weights and masks, and path and hash of the teacher's weights.
@@ -37,6 +41,8 @@ from steelyard.sparsity.patterns import Pattern, place_hash
 from steelyard.training import device as devices
 from steelyard.training.engine import Engine
 
+NO_GRADIENT = 1e-6  # The start of the sums: weights whose columns have no gradient are ranked by magnitude.
+
 
 class JointTraining(MaskedMatrices, DistillingExtension):
     """Trains all weights, and scales those outside the masks to zero."""
@@ -48,6 +54,8 @@ class JointTraining(MaskedMatrices, DistillingExtension):
         self.step = 0
         self.base: dict[str, str] = {}
         self.kept: dict[ParamShard, Tensor] = {}
+        self.columns: dict[ParamShard, Tensor] = {}
+        """For the columns of whole matrices, sums of their share of the squared gradient at each choice."""
         self.changed = torch.zeros((), dtype=torch.float64, device=devices.choose(recipe))
         """Weights of this rank that entered or left the masks since the last record."""
 
@@ -55,15 +63,18 @@ class JointTraining(MaskedMatrices, DistillingExtension):
         """Allocate the masks of this rank's shards."""
         super().assembled(stages, parts, mesh)
         self.kept = {part: torch.ones_like(part.tensor, dtype=torch.bool) for part in self.parts}
+        if self.sparsity.importance == "gradient":
+            self.columns = {part: part.tensor.new_full(part.shape[1:], NO_GRADIENT) for part in self.parts}
 
     def start(self, engine: Engine, world: World) -> str:
-        """Load the weights, choose the first masks, and build the teacher."""
+        """Load the weights and masks of a file, and build the teacher. Other masks are chosen after the first step."""
         how = super().start(engine, world)
         origin = self.recipe.train.init_from
         assert origin is not None, "the recipe was checked"
         masks = self.mask_file(origin, world)
         for part, kept in self.kept.items():
-            kept.copy_(self._largest(part) if masks is None else held(masks.mask(part.name), part))
+            if masks is not None:
+                kept.copy_(held(masks.mask(part.name), part))
         self._build_teacher(self.sparsity.base or origin, None, engine, world)
         taught = f", distilled from {self.base['path']}" if self.base else ""
         return how + taught
@@ -83,15 +94,32 @@ class JointTraining(MaskedMatrices, DistillingExtension):
         self.step = step
 
     @torch.no_grad()
+    def before_update(self, engine: Engine) -> None:
+        """Add the squared gradient of each column, as a share of its matrix, if masks are chosen after this step."""
+        if not self.columns or not self._chooses():
+            return
+        sums = []
+        for part, columns in self.columns.items():
+            sums.append(torch.zeros_like(columns))
+            if part.gradient is not None:
+                here = sums[-1].narrow(0, part.offset[1], part.tensor.shape[1])
+                here.copy_(part.gradient.float().square().sum(dim=0) / part.copies)
+        whole = torch.cat(sums)
+        if self.mesh.stage.size > 1:
+            dist.all_reduce(whole, group=self.mesh.stage.group)
+        for columns, squares in zip(self.columns.values(), whole.split([len(each) for each in sums]), strict=True):
+            columns += (squares / squares.mean()).nan_to_num(0.0, 0.0, 0.0)  # A skipped step adds nothing.
+
+    @torch.no_grad()
     def after_update(self, engine: Engine) -> None:
         """Choose the masks again if it is time, and scale the weights outside them."""
-        before, scale = self._scale(self.step - 1), self._scale(self.step)
-        is_due = before > 0 and self.step % self.sparsity.mask_every == 0 and self.sparsity.mask is None
+        before, scale, chooses = self._scale(self.step - 1), self._scale(self.step), self._chooses()
         for part, kept in self.kept.items():
-            if is_due:
-                largest = self._largest(part)
-                self.changed += (largest != kept).sum().double() / part.copies
-                kept.copy_(largest)
+            if chooses:
+                chosen = self._most_important(part)
+                if self.step > 1:
+                    self.changed += (chosen != kept).sum().double() / part.copies
+                kept.copy_(chosen)
             if scale > 0:
                 part.tensor.copy_(torch.where(kept, part.tensor, part.tensor * (scale / before)))
             else:
@@ -118,12 +146,14 @@ class JointTraining(MaskedMatrices, DistillingExtension):
         }
 
     def state_shards(self) -> dict[str, TensorShard]:
-        """The masks, one byte per weight."""
-        return {
+        """The masks, one byte per weight, and the sums of columns."""
+        masks = {
             f"masks.{part.name}.{KEPT}": TensorShard(kept.view(torch.uint8), part.shape, part.offset)
             for part, kept in self.kept.items()
             if kept.numel()
         }
+        columns = {f"masks.{part.name}.columns": TensorShard.whole(each) for part, each in self.columns.items()}
+        return masks | columns
 
     def state(self) -> dict[str, Any]:
         """The method, the pattern, the matrices, the teacher's weights, and whether the masked weights are zero."""
@@ -137,11 +167,17 @@ class JointTraining(MaskedMatrices, DistillingExtension):
         """The factor of an otherwise constant weight outside the masks, after a step."""
         return max(0.0, 1 - step / self.last_scaled)
 
-    def _largest(self, part: ParamShard) -> Tensor:
-        rows, columns = part.offset
-        return self.pattern.keep_best(
-            part.tensor.abs(), place_hash(part.tensor.shape, part.tensor.device, (rows, columns))
-        )
+    def _chooses(self) -> bool:
+        """Whether the masks are chosen after this step: the first, and every `mask_every` until they stay."""
+        is_due = self.step == 1 or self.step % self.sparsity.mask_every == 0
+        return is_due and self._scale(self.step - 1) > 0 and self.sparsity.mask is None
+
+    def _most_important(self, part: ParamShard) -> Tensor:
+        row, column = part.offset
+        scores = part.tensor.abs()
+        if part in self.columns:
+            scores *= self.columns[part].narrow(0, column, part.tensor.shape[1]).sqrt()
+        return self.pattern.keep_best(scores, place_hash(scores.shape, scores.device, (row, column)))
 
     def _build_teacher(self, path: str, recorded: dict[str, Any] | None, engine: Engine, world: World) -> None:
         """With distillation, build the dense model and load its weights; refuse weights other than the recorded."""

@@ -7,9 +7,13 @@ import torch
 
 from steelyard.checkpoint.formats import open_source
 from steelyard.core.errors import UserError
-from steelyard.sparsity import mask_file, pruned_source
+from steelyard.core.recipe import load_recipe
+from steelyard.parallel import mesh
+from steelyard.sparsity import pruned_source
+from steelyard.sparsity.joint_training import JointTraining
 from steelyard.sparsity.mask_sources import carried
 from steelyard.sparsity.patterns import Pattern
+from steelyard.training.engine import Engine
 from tests.sparsity.conftest import Place
 from tests.sparsity.test_masked_linear import magnitude_masks, records
 
@@ -42,6 +46,7 @@ def test_every_group_is_two_of_four_at_the_end_and_not_before(place: Place):
     assert all(value > 0 for value in records(run, "distill_loss")[1:])
 
 
+@pytest.mark.slow
 def test_a_joint_run_resumes_exactly_before_and_after_the_masks_stay(place: Place):
     settings = (*JOINT, *DISTILL, "sparsity.mask_every=3", "train.steps=8")
     whole = place.train("whole", *settings, "checkpoint.every=1", "checkpoint.keep_last=99")
@@ -57,3 +62,56 @@ def test_a_joint_run_resumes_exactly_before_and_after_the_masks_stay(place: Plac
             assert records(run, key) == records(whole, key)
         ours, theirs = open_source(run.path), open_source(whole.path)
         assert all(torch.equal(ours.tensor(name), theirs.tensor(name)) for name in ours.names())
+
+
+@pytest.mark.slow
+def test_joint_training_ends_below_fine_tuning_under_a_one_shot_mask(place: Place):
+    magnitude_masks(place)
+    settings = ("train.steps=24", "optim.learning_rate=1e-3", "sparsity.mask_every=4")
+    fixed = place.train(
+        "fixed", *JOINT, *settings, "sparsity.mask_every=10", "sparsity.method=fixed", "sparsity.mask=magnitude.mask"
+    )
+    joint = place.train("joint", *JOINT, *settings)
+    assert_two_of_four(joint.path)
+    losses = [records(run, "valid_loss")[-1] for run in (joint, fixed)]
+    print(losses, records(joint, "valid_loss"), records(fixed, "valid_loss"))
+    assert losses[0] < losses[1]
+
+
+def test_the_masks_of_a_file_stay_and_a_stopped_run_is_seen_through_them(place: Place):
+    chosen = magnitude_masks(place)
+    run = place.train("joint", *JOINT, "train.steps=2", "sparsity.freeze_after=1.0", "sparsity.mask=magnitude.mask")
+    source = open_source(run.path)
+    assert all(torch.equal(source.tensor(name) != 0, mask) for name, mask in chosen.items())
+    place.train("short", *JOINT, "train.steps=4", "sparsity.freeze_after=1.0", "checkpoint.every=2")
+    early = place.path / "short" / "checkpoints" / "step-00000002"
+    assert "before the masked weights" in open_source(early).remark
+    dense, seen = open_source(early).tensor("layers.0.mlp.up.weight"), pruned_source.opened(early)
+    assert dense.count_nonzero() == dense.numel()
+    assert Pattern(2, 4).follows(seen.tensor("layers.0.mlp.up.weight") != 0)
+    assert not open_source(place.path / "short").remark
+
+
+def test_another_teacher_than_that_of_the_checkpoint_is_refused(place: Place):
+    place.train("joint", *JOINT, *DISTILL, "train.steps=2")
+    other = place.train("other", "train.steps=1", "checkpoint.every=0", "train.seed=7")
+    with pytest.raises(UserError, match="other weights"):
+        place.train("joint", *JOINT, *DISTILL, "train.steps=3", f"sparsity.base={other.path}")
+
+
+def test_masks_keep_the_weights_whose_columns_have_the_larger_gradient(place: Place):
+    recipe = load_recipe(place.recipe, (*JOINT, "train.precision=fp32"))
+    joint = JointTraining(recipe)
+    engine = Engine(recipe, mesh.alone(), torch.device("cpu"), joint, None)
+    part = joint.parts[0]
+    with torch.no_grad():
+        part.tensor[:] = torch.tensor([4.0, 3.0, 2.0, 1.0]).repeat(part.shape[1] // 4)
+    part.parameter.grad = torch.ones_like(part.parameter) * torch.tensor([1.0, 1, 1, 9]).repeat(part.shape[1] // 4)
+    joint.begin_step(1, 4, 1.0)
+    joint.before_update(engine)
+    joint.after_update(engine)
+    assert torch.equal(joint.kept[part], torch.tensor([True, False, False, True]).repeat(part.shape[1] // 4).expand_as(part.tensor))
+    part.parameter.grad.fill_(torch.nan)  # a step that is skipped
+    joint.begin_step(10, 4, 1.0)
+    joint.before_update(engine)
+    assert torch.isfinite(joint.columns[part]).all()

@@ -19,7 +19,7 @@ OF_LEARNED = (
     "learning_rate_multiplier", "weight_decay",
 )  # fmt: skip
 DISTILL = ("distill", "distill_temperature")
-OF_JOINT = ("mask_every", "freeze_after")
+OF_JOINT = ("mask_every", "freeze_after", "importance")
 
 
 class SparsitySection(Section):
@@ -58,6 +58,9 @@ class SparsitySection(Section):
     )
     decay: NonNegativeFloat = Field(2e-4, description="sr-ste: decay of the masked weights")
     mask_every: PositiveInt = Field(10, description="joint: steps after which the masks are chosen again")
+    importance: Literal["gradient", "magnitude"] = Field(
+        "gradient", description="joint: masks keep the largest weights; gradient: times the norm of its column"
+    )
     freeze_after: Annotated[float, Field(gt=0, le=1)] = Field(
         0.5, description="joint: share of the steps until masked weights are zero and the masks stay"
     )
