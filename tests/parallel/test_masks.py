@@ -156,7 +156,9 @@ def test_weights_are_trained_under_masks_alike_on_a_layout(layouts: Layouts, met
     if method == "joint":
         assert run.metrics()[-1].get("zeros", 0.5) == 0.5
         ours, theirs = (open_source(each.path) for each in (run, one))
-        same = [((ours.tensor(name) != 0) == (theirs.tensor(name) != 0)).double().mean() for name in maskable(ours.config)]
+        same = [
+            ((ours.tensor(name) != 0) == (theirs.tensor(name) != 0)).double().mean() for name in maskable(ours.config)
+        ]
         assert min(same) > 1 - FLIPPED
 
 
