@@ -79,6 +79,7 @@ def test_joint_training_ends_below_fine_tuning_under_a_one_shot_mask(place: Plac
     assert below < above - 0.02
 
 
+@pytest.mark.slow
 def test_the_masks_of_a_file_stay_and_a_stopped_run_is_seen_through_them(place: Place):
     chosen = magnitude_masks(place)
     run = place.train("joint", *JOINT, "train.steps=2", "sparsity.freeze_after=1.0", "sparsity.mask=magnitude.mask")
@@ -93,6 +94,7 @@ def test_the_masks_of_a_file_stay_and_a_stopped_run_is_seen_through_them(place: 
     assert not open_source(place.path / "short").remark
 
 
+@pytest.mark.slow
 def test_another_teacher_than_that_of_the_checkpoint_is_refused(place: Place):
     place.train("joint", *JOINT, *DISTILL, "train.steps=2")
     other = place.train("other", "train.steps=1", "checkpoint.every=0", "train.seed=7")
