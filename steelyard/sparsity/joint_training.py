@@ -168,8 +168,8 @@ class JointTraining(MaskedMatrices, DistillingExtension):
         return max(0.0, 1 - step / self.last_scaled)
 
     def _chooses(self) -> bool:
-        """Whether the masks are chosen after this step: the first, and every `mask_every` until they stay."""
-        is_due = self.step == 1 or self.step % self.sparsity.mask_every == 0
+        """Whether the masks are chosen after this step: the first, every `mask_every`, and when they begin to stay."""
+        is_due = self.step in (1, self.last_scaled) or self.step % self.sparsity.mask_every == 0
         return is_due and self._scale(self.step - 1) > 0 and self.sparsity.mask is None
 
     def _most_important(self, part: ParamShard) -> Tensor:
