@@ -1,12 +1,16 @@
-"""Perplexity of a model after 2:4 pruning: each one-shot method, and learned masks, in one run.
+"""Perplexity of a model after 2:4 pruning: each one-shot method, and learned masks or joint training, in one run.
 
     python benchmarks/mask_quality.py MODEL --text wikitext2-valid.txt --more english-prose.txt
+    python benchmarks/mask_quality.py MODEL --text ... --more ... --method joint
     python benchmarks/mask_quality.py --tiny        # a small random model on docs/, as a smoke test
 
 The last 15% of the lines of --text are only for evaluation; the rest, and all of --more, are for calibration and mask
 learning. Masks are learned as published (docs/sparsity.md), with the mask of SparseGPT as prior, in 500 steps of 16 x
 1024 tokens. --try changes recipe keys of that and can be repeated; each is a row. Each row is printed at once as one
 line of JSON, the most important first.
+
+--method joint trains weights and masks together, with distillation. Its rows beside the dense model are a dense model
+that was trained on the same tokens, and masks that are learned in half of the steps and fine-tuned in the other half.
 """
 
 from __future__ import annotations
@@ -31,7 +35,10 @@ from steelyard.sparsity import sparsity_extension
 
 SHARE = 0.85
 DOCS = Path(__file__).parents[1] / "docs"
-TRIES = ["optim.eps=1e-8 sparsity.distill=1.0", "optim.eps=1e-8"]
+TRIES = {
+    "learned": ["optim.eps=1e-8 sparsity.distill=1.0", "optim.eps=1e-8"],
+    "joint": ["optim.eps=1e-8 sparsity.distill=1.0", "optim.eps=1e-8 sparsity.distill=1.0 optim.learning_rate=2e-4"],
+}
 DENSE: list[float] = []
 
 
@@ -41,12 +48,13 @@ def main() -> None:
     parser.add_argument("model", nargs="?", help="a checkpoint of any format, with its tokenizer")
     parser.add_argument("--text", type=Path, help="text file; a part of it is for evaluation")
     parser.add_argument("--more", type=Path, nargs="*", default=[], help="more text files for training")
+    parser.add_argument("--method", choices=list(TRIES), default="learned")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--micro-batch", type=int, default=4, help="each micro-batch draws its own noise")
     parser.add_argument("--samples", type=int, default=128, help="calibration windows for pruning")
     parser.add_argument(
-        "--try", dest="tries", action="append", help="recipe keys for mask learning, such as optim.eps=1e-8"
+        "--try", dest="tries", action="append", help="recipe keys for the method, such as optim.eps=1e-8"
     )
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
@@ -95,34 +103,59 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
     steelyard(
         "data", "tokenize", "--input", learn, "--document", "file", "--tokenizer", model, "--output-prefix", prefix
     )
-    for number, words in enumerate(options.tries or TRIES):
-        run, seconds = learned(options, f"{prefix}_text_document", mask, words.split(), folder / f"run-{number}")
+    data = f"{prefix}_text_document"
+    kept = ("loss", "mask_max_probability", "mask_from_prior", "distill_loss", "zeros", "tokens_per_second")
+    for number, words in enumerate(options.tries or TRIES[options.method]):
+        run, seconds = trained(options, data, options.method, mask, words.split(), folder / f"run-{number}")
         last = [record for record in run.metrics() if "loss" in record][-1]
-        found = {key: last[key] for key in ("loss", "mask_max_probability", "mask_from_prior", "tokens_per_second")}
-        row(f"learned, {words}", steelyard(*ppl, run.path), seconds=round(seconds, 1), **found)
+        found = {key: last[key] for key in kept if key in last}
+        row(f"{options.method}, {words}", steelyard(*ppl, run.path), seconds=round(seconds, 1), **found)
+    if options.method == "joint":
+        baselines(options, data, mask, ppl, folder)
+        return
     for method in ("wanda", "hessian", "magnitude"):
         steelyard("prune", model, folder / f"{method}.mask", "--method", method, "--save", "mask", *shown)
         row(method, steelyard(*ppl, model, "--mask", folder / f"{method}.mask"))
 
 
-def learned(options: argparse.Namespace, prefix: str, mask: Path, words: list[str], path: Path) -> tuple[Any, float]:
-    """Run mask learning with MaskLLM's published settings and the overrides in `words`."""
+def baselines(options: argparse.Namespace, data: str, mask: Path, ppl: list[Any], folder: Path) -> None:
+    """Rows for what joint training is compared with, after as many steps in total."""
+    dense, _ = trained(options, data, "dense", mask, ["optim.eps=1e-8"], folder / "dense")
+    row("dense, trained on the same tokens", steelyard(*ppl, dense.path))
+    half = [f"train.steps={max(1, options.steps // 2)}", "optim.eps=1e-8"]
+    masks, _ = trained(options, data, "learned", mask, half, folder / "masks")
+    row("learned masks, half of the steps", steelyard(*ppl, masks.path))
+    fixed, _ = trained(options, data, "fixed", mask, [*half, f"train.init_from={masks.path}"], folder / "fixed")
+    row("the same, fine-tuned in the other half", steelyard(*ppl, fixed.path))
+
+
+def trained(
+    options: argparse.Namespace, prefix: str, method: str, mask: Path, words: list[str], path: Path
+) -> tuple[Any, float]:
+    """Run a method, or plain training ("dense"), with the overrides in `words`. Masks are learned as published."""
     small = options.tiny
+    sections = {
+        "learned": {"sparsity": {"method": "learned", "prior": str(mask), "learning_rate_multiplier": 10.0}},
+        "joint": {"sparsity": {"method": "joint"}},
+        "fixed": {"sparsity": {"method": "fixed"}},
+        "dense": {},
+    }
     values = {
         "name": "masks",
         "model": open_source(options.model).config.model_dump(exclude_none=True),
-        "data": {"train": prefix, "split": "100,0,0", "sequence_length": options.length},
+        "data": {
+            "train": prefix, "split": "100,0,0", "sequence_length": options.length, "tokenizer": str(options.model)
+        },
         "train": {
             "init_from": options.model, "steps": options.steps, "global_batch": 2 if small else 16,
             "micro_batch": 1 if small else options.micro_batch,
             "precision": "bf16" if torch.cuda.is_available() else "fp32",
         },
         "optim": {"learning_rate": 5e-5, "min_learning_rate": 5e-6},
-        "sparsity": {"method": "learned", "prior": str(mask), "learning_rate_multiplier": 10.0},
         "log": {"every": max(1, options.steps // 10)},
         "checkpoint": {"every": 0},
     }  # fmt: skip
-    recipe = load_recipe(values, words)
+    recipe = load_recipe(values | sections[method], words)
     begun = time.monotonic()
     run = training.run(recipe, path, sparsity_extension.extension(recipe))
     return run, time.monotonic() - begun

@@ -112,7 +112,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if grad_x is not None:
                 torch.mm(grad, head_VD, out=grad_x[part])
             if needs_weight:
-                grad_weight = _add_product(grad_weight, grad.t(), x_ND[part])
+                grad_weight = add_product(grad_weight, grad.t(), x_ND[part])
             del logits, slopes  # Free this chunk before the next one is computed.
             if needs_grad:
                 del grad
@@ -180,7 +180,7 @@ def _softmax_terms(
     return losses_N, powers_NV, sums_N, largest_N, local_N, is_local_N
 
 
-def _add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+def add_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     """total + a @ b in fp32, in place if there is a total."""
     if a.is_cuda and a.dtype != torch.float32:
         if total is None:

@@ -13,7 +13,7 @@ from operator import mul
 from steelyard.core.recipe import Recipe
 from steelyard.core.recipe.optimizers import GRADIENT_BYTES, OPTIMIZERS, STATE_BYTES
 from steelyard.core.recipe.parallel_section import Partition
-from steelyard.sizes import activations, head_memory, memory_copies
+from steelyard.sizes import activations, head_memory, memory_copies, sparsity_memory
 from steelyard.sizes.activations import FP32, working_bytes
 from steelyard.sizes.adapter_size import adapter_size
 from steelyard.sizes.gpu_catalogue import GIB
@@ -139,9 +139,11 @@ class RankPeak:
         logits = head_memory.logits_chunk(self.recipe, self.tokens) if self.is_last else 0
         saved = sharded + FP32 * self._optimizer_states()
         copies = memory_copies.on_host(self.recipe, saved, self.columns, self.shards)
+        joint = sparsity_memory.joint(self.recipe, self.held, sum(part.ends for part in self.parts), self.columns)
+        masks = -(-(joint.masks * self.matrices * sum(self.layers) + joint.teacher) // self.shards)
         memory = Memory(
-            weights=kept,
-            working_copies=self._working_copies() + self._masked_weights(),
+            weights=kept + masks,
+            working_copies=self._working_copies() + self._masked_weights() + joint.gathered_teacher,
             gradients=self._gradients(),
             optimizer=0 if offload else state,
             activations=self._most(self._kept, self._held_for_weights),
@@ -250,8 +252,8 @@ class RankPeak:
         return self._most(kept, lambda local: sizes[local])
 
     def _masked_weights(self) -> int:
-        """Masked weights, which the backward pass needs; fixed masks are saved too."""
-        if self.recipe.sparsity is None:
+        """Masked weights, which the backward pass needs; fixed masks are saved too. Joint training has none."""
+        if self.recipe.sparsity is None or self.recipe.sparsity.method == "joint":
             return 0
         size = self.matrices * (self.each if self.learns_masks else self.each + 1)
 

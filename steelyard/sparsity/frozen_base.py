@@ -24,10 +24,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from steelyard.checkpoint.formats import CheckpointSource, open_source
+from steelyard.checkpoint import TensorShard
+from steelyard.checkpoint.formats import CheckpointSource, load_shards, open_source
 from steelyard.core.console import console
 from steelyard.core.errors import UserError
-from steelyard.parallel.world import World, gather_errors, raise_on_all_ranks
+from steelyard.core.recipe.model_section import ModelConfig
+from steelyard.parallel.world import World, gather_errors, raise_on_all_ranks, run_on_rank0
 
 THREADS = 8
 VOCABULARY = ("embed.weight", "head.weight")
@@ -82,6 +84,26 @@ def identity_by_all(path: str, world: World) -> dict[str, str]:
         dist.all_gather_object(all_ranks, entries)
         entries = [entry for each in all_ranks for entry in each]
     return {"path": str(Path(source.path).resolve()), "sha256": joined(entries)}
+
+
+def load(
+    path: str,
+    recorded: dict[str, Any] | None,
+    pieces: dict[str, TensorShard],
+    config: ModelConfig,
+    world: World,
+    hint: str,
+) -> dict[str, str]:
+    """Load frozen weights on all ranks and return their path and hash; refuse weights other than the recorded ones."""
+    if recorded is not None:
+        run_on_rank0(world, lambda: place(recorded, path, hint))
+    own = identity_by_all(path, world)
+    if recorded is not None:
+        with raise_on_all_ranks(world):
+            refuse_others(recorded, own, hint)
+    with gather_errors(world):
+        load_shards(open_source(path), pieces, config)
+    return own
 
 
 def found(recorded: dict[str, Any], moved_to: str | None, hint: str, checks: bool = True) -> CheckpointSource:

@@ -1,4 +1,4 @@
-"""Sources of masks: mask files, mask-learning and SR-STE runs, and MaskLLM checkpoints."""
+"""Sources of masks: mask files, mask-learning, SR-STE and joint runs, and MaskLLM checkpoints."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from steelyard.sparsity.target_modules import chosen, maskable
 
 MOVED = "give their current path with --base PATH"
 LOGITS = "mask_logits"
+KEPT = "kept"  # the masks of a joint run
 SPARSITY = "sparsity"  # the key in a checkpoint's train state
 
 
@@ -111,6 +112,34 @@ class MagnitudeMasks:
         return self.pattern.keep_best(self.source.tensor(name).abs())
 
 
+class StoredMasks:
+    """The masks of a joint run, which its checkpoints hold beside the weights."""
+
+    def __init__(self, saved: checkpoint.Checkpoint) -> None:
+        self.saved, self.path = saved, saved.path
+        self.base: dict[str, Any] = {}  # The run's own weights, which change in training.
+        self.pattern = Pattern.parse(str(saved.state[SPARSITY]["pattern"]), where=str(saved.path))
+        self._sizes = {
+            name.removeprefix("masks.").removesuffix(f".{KEPT}"): size
+            for name, size in saved.shapes().items()
+            if name.startswith("masks.") and name.endswith(f".{KEPT}")
+        }
+
+    def names(self) -> list[str]:
+        """The matrices that have masks."""
+        return list(self._sizes)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a weight, [out, in]."""
+        return self._sizes[name]
+
+    def mask(self, name: str) -> Tensor:
+        """True where a weight is kept."""
+        kept = torch.empty(self._sizes[name], dtype=torch.uint8)
+        checkpoint.load(self.saved, {f"masks.{name}.{KEPT}": kept})
+        return kept.bool()
+
+
 def carried(path: str | Path, moved_to: str | None = None, checks: bool = True, hint: str = MOVED) -> Carried | None:
     """The masks of a run or checkpoint and its weights; None if it has no masks.
 
@@ -125,9 +154,10 @@ def carried(path: str | Path, moved_to: str | None = None, checks: bool = True, 
         return Carried(own, source, source.step, source.tokenizer, None, "learned masks" if own.learned else "masks")
     saved = checkpoint.source(path)
     about = saved.state.get(SPARSITY, {})
-    if about.get("method") == "sr-ste":
+    if about.get("method") in ("sr-ste", "joint"):
         source = open_source(path)
-        return Carried(MagnitudeMasks(source, about), source, source.step, source.tokenizer, None, "N:M masks")
+        masks = MagnitudeMasks(source, about) if about["method"] == "sr-ste" else StoredMasks(saved)
+        return Carried(masks, source, source.step, source.tokenizer, None, "N:M masks")
     if about.get("method") != "learned":
         return None
     source = frozen_base.found(about["base"], moved_to, hint, checks)

@@ -36,8 +36,8 @@ MOVED = "give their current path with sparsity.base=PATH"
 OTHERS = "set train.init_from to the weights that the masks were made for; weights with zeros need no sparsity.mask"
 
 
-class _OnMatrices(Extension):
-    """Common parts of both methods: the chosen matrices, and their settings in each checkpoint."""
+class MaskedMatrices(Extension):
+    """Common parts of the methods: the chosen matrices, and their settings in each checkpoint."""
 
     def __init__(self, recipe: Recipe) -> None:
         assert recipe.sparsity is not None
@@ -55,15 +55,29 @@ class _OnMatrices(Extension):
         targets = {"include": self.sparsity.include, "exclude": self.sparsity.exclude}
         return {SPARSITY: {"method": self.sparsity.method, "pattern": self.sparsity.pattern, **targets}}
 
-    def _share(self, sums: Tensor) -> float:
-        """count / weights over the world, from this rank's sums (count, weights)."""
-        if self.mesh.world.size > 1:
-            dist.all_reduce(sums)
-        count, weights = sums.tolist()
-        return float(count / weights)
+    def zeros_2(self) -> Tensor:
+        """This rank's number of zeros in the masked weights, and of weights; shards of several ranks are split."""
+        sums_2 = torch.zeros(2, dtype=torch.float64, device=devices.choose(self.recipe))
+        for part in self.parts:
+            zeros = part.tensor.numel() - part.tensor.count_nonzero()
+            sums_2 += torch.stack([zeros, torch.full_like(zeros, part.tensor.numel())]).double() / part.copies
+        return sums_2
+
+    def mask_file(self, weights: str, world: World) -> Masks | None:
+        """The masks of `sparsity.mask`; if they record their base, it must be these weights."""
+        if self.sparsity.mask is None:
+            return None
+        with raise_on_all_ranks(world):
+            masks = masks_of(self.sparsity.mask)
+            check_masks(masks, self.recipe, "sparsity.mask")
+        if "sha256" in masks.base:
+            identity = frozen_base.identity_by_all(weights, world)
+            with raise_on_all_ranks(world):
+                frozen_base.refuse_others(masks.base, identity, OTHERS)
+        return masks
 
 
-class SrSte(_OnMatrices):
+class SrSte(MaskedMatrices):
     """SR-STE: all weights are trained, and products use the largest of each group."""
 
     decay_1: Tensor | None = None
@@ -87,7 +101,7 @@ class SrSte(_OnMatrices):
         self.decay_1.fill_(self.sparsity.decay * loss_scale / (micro_batches * self.mesh.context.size))
 
 
-class FixedZeros(_OnMatrices):
+class FixedZeros(MaskedMatrices):
     """Fine-tuning that keeps zero weights at zero."""
 
     def transform(self, model: LanguageModel) -> None:
@@ -104,7 +118,7 @@ class FixedZeros(_OnMatrices):
         origin = self.recipe.train.init_from
         assert origin is not None, "the recipe was checked"
         attached = self._attached_masks(origin, world)
-        masks = self._masks(origin if attached is None else str(attached.base.path), world)
+        masks = self.mask_file(origin if attached is None else str(attached.base.path), world)
         if attached is not None:
             with gather_errors(world):
                 refuse_fewer(attached.masks, self.names, self.recipe)
@@ -138,19 +152,6 @@ class FixedZeros(_OnMatrices):
                 )
         return attached
 
-    def _masks(self, weights: str, world: World) -> Masks | None:
-        """The masks of `sparsity.mask`; if they record their base, it must be these weights."""
-        if self.sparsity.mask is None:
-            return None
-        with raise_on_all_ranks(world):
-            masks = masks_of(self.sparsity.mask)
-            check_masks(masks, self.recipe, "sparsity.mask")
-        if "sha256" in masks.base:
-            identity = frozen_base.identity_by_all(weights, world)
-            with raise_on_all_ranks(world):
-                frozen_base.refuse_others(masks.base, identity, OTHERS)
-        return masks
-
     def _start_under_masks(self, attached: Carried, engine: Engine) -> str:
         """Load the weights with the masks of a run or checkpoint applied."""
         pieces = engine.state_shards(for_saving=False, with_optimizer=False)
@@ -161,11 +162,11 @@ class FixedZeros(_OnMatrices):
 
     def metrics(self) -> dict[str, float]:
         """The share of zeros, which is constant."""
-        sums = torch.zeros(2, dtype=torch.float64, device=devices.choose(self.recipe))
-        for part in self.parts:
-            zeros = part.tensor.numel() - part.tensor.count_nonzero()
-            sums += torch.stack([zeros, torch.full_like(zeros, part.tensor.numel())]).double() / part.copies
-        return {"zeros": self._share(sums)}
+        sums_2 = self.zeros_2()
+        if self.mesh.world.size > 1:
+            dist.all_reduce(sums_2)
+        zeros, weights = sums_2.tolist()
+        return {"zeros": zeros / weights}
 
 
 class _LargestProduct:

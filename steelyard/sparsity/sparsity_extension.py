@@ -1,4 +1,4 @@
-"""The training extension for `[sparsity]`: mask learning, SR-STE or fixed zeros."""
+"""The training extension for `[sparsity]`: mask learning, SR-STE, joint training or fixed zeros."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from steelyard.checkpoint import TensorShard, formats
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
 from steelyard.core.recipe.sparsity_section import SparsitySection
-from steelyard.model import Batch, LanguageModel
+from steelyard.model import LanguageModel
 from steelyard.parallel.mesh import Mesh, alone
 from steelyard.parallel.param_shards import ParamShard
 from steelyard.parallel.world import World, gather_errors, raise_on_all_ranks, run_on_rank0
 from steelyard.sparsity import frozen_base, gumbel, masked_linear
-from steelyard.sparsity.distillation import Distilling
+from steelyard.sparsity.distillation import Distilling, DistillingExtension
+from steelyard.sparsity.joint_training import JointTraining
 from steelyard.sparsity.mask_prior import MaskPrior, held, refuse_fewer
 from steelyard.sparsity.mask_sources import LOGITS, SPARSITY, RunMasks, masks_of
 from steelyard.sparsity.masked_training import MOVED, FixedZeros, SrSte
@@ -38,10 +39,11 @@ def extension(recipe: Recipe) -> Extension | None:
         return None
     if recipe.sparsity.method == "learned":
         return LearnedMasks(recipe, recipe.sparsity)
-    return SrSte(recipe) if recipe.sparsity.method == "sr-ste" else FixedZeros(recipe)
+    methods = {"sr-ste": SrSte, "joint": JointTraining, "fixed": FixedZeros}
+    return methods[recipe.sparsity.method](recipe)
 
 
-class LearnedMasks(Extension):
+class LearnedMasks(DistillingExtension):
     """Mask learning: trains logits over masks. The weights are frozen; checkpoints hold a reference to their base."""
 
     needs_samples = True
@@ -54,7 +56,6 @@ class LearnedMasks(Extension):
         self.course: masked_linear.Course | None = None
         self.numbers = (1.0, 1.0, 0.0)
         self.masked: list[LogitsShard] = []
-        self.distilling: Distilling | None = None
 
     def transform(self, model: LanguageModel) -> None:
         """Freeze the model and replace linear modules of its layers by masked ones."""
@@ -64,22 +65,7 @@ class LearnedMasks(Extension):
         masked_linear.put_masks(model, self.names, self.recipe.train.seed, self.course)
         if self.sparsity.distill:
             weight, temperature = self.sparsity.distill, self.sparsity.distill_temperature
-            self.distilling = Distilling(self.course, weight, temperature)
-
-    def forward(self, model: LanguageModel, batch: Batch) -> Tensor:
-        """The loss, with distillation from the dense model if the recipe sets it."""
-        return super().forward(model, batch) if self.distilling is None else self.distilling(model, batch)
-
-    def weigh(self, engine: Engine, batch: Batch) -> tuple[Batch, Tensor | None]:
-        """With a pipeline and distillation, run the dense model on all rows of the step."""
-        pipeline = engine.assembly.pipeline
-        if self.distilling is None or pipeline is None:
-            return batch, None
-        if all(model.training for model in pipeline.models.values()):
-            return self.distilling.prepare(pipeline, batch, self.recipe.train.micro_batch), None
-        for model in pipeline.models.values():
-            self.distilling.end(model)
-        return batch, None
+            self.distilling = Distilling(weight, temperature, devices.choose(self.recipe), course=self.course)
 
     def assembled(self, stages: dict[int, LanguageModel], parts: list[ParamShard], mesh: Mesh) -> None:
         """Collect the logits among the parameter shards, each with its weight."""
@@ -124,8 +110,7 @@ class LearnedMasks(Extension):
 
     def resumed(self, engine: Engine, world: World, state: dict[str, Any]) -> None:
         """Load weights from the base that the checkpoint refers to."""
-        if self.distilling is not None and world.is_rank0:
-            self.distilling.sums_2.copy_(torch.tensor(state[SPARSITY].get("distilled", [0.0, 0.0])))
+        self.restore_distilled(state[SPARSITY], world)
         self._load_recorded_base(state, engine, world)
 
     def begin_step(self, step: int, batch: int, loss_scale: float) -> None:
@@ -180,12 +165,7 @@ class LearnedMasks(Extension):
     def state(self) -> dict[str, Any]:
         """The pattern of the masks, and the base weights."""
         about: dict[str, Any] = {"method": "learned", "pattern": self.sparsity.pattern, "base": self.base}
-        if self.distilling is not None:
-            sums = self.distilling.sums_2.clone()
-            if self.mesh.world.size > 1:
-                dist.all_reduce(sums)
-            about["distilled"] = sums.tolist()
-        return {SPARSITY: about}
+        return {SPARSITY: about | self.distilled(self.mesh)}
 
     def _only_base(self) -> str:
         origin, base = self.recipe.train.init_from, self.sparsity.base
@@ -211,21 +191,14 @@ class LearnedMasks(Extension):
                 raise UserError(
                     f"{path} is a mask-learning run without weights", hint="give the weights that it was trained on"
                 )
-            if recorded is not None:
-                frozen_base.place(recorded, path, MOVED)
 
         run_on_rank0(world, check_path)
-        self.base = frozen_base.identity_by_all(path, world)
-        if recorded is not None:
-            with raise_on_all_ranks(world):
-                frozen_base.refuse_others(recorded, self.base, MOVED)
         pieces = {
             f"model.{part.name}": TensorShard(part.tensor, part.shape, part.offset)
             for part in engine.parts
             if part.tensor.numel() and not part.parameter.requires_grad
         }
-        with gather_errors(world):
-            formats.load_shards(formats.open_source(path), pieces, self.recipe.model)
+        self.base = frozen_base.load(path, recorded, pieces, self.recipe.model, world, MOVED)
 
     def _take_logits(self, theirs: MaskLlm) -> None:
         """Set this rank's logits to those of a MaskLLM checkpoint."""

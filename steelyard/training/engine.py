@@ -124,8 +124,10 @@ class Engine:
                 return sums[0], norm, skipped
             ratios = self.gradients.signal_to_noise(grad_scale, self.recipe.optim.eps)
         self.before_update()
+        self.extension.before_update(self)
         self.optimizer.step(rate, grad_scale, skipped, ratios)
         self.balance.finish(skipped)
+        self.extension.after_update(self)
         return sums[0], norm, skipped
 
     def evaluate(self, rows: Rows) -> Tensor:

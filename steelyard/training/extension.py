@@ -1,7 +1,8 @@
 """Hooks that change training without a second training loop: masks, adapters, another loss.
 
 The hooks are called in this order: `transform` for each stage, while it has no weights; `assembled`, when its weights
-are allocated; `start` or `resumed`; then for each step `begin_step`, and for each record `metrics`.
+are allocated; `start` or `resumed`; then for each step `begin_step`, `before_update` and `after_update`, and for each
+record `metrics`.
 """
 
 from __future__ import annotations
@@ -57,6 +58,12 @@ class Extension:
 
         Called again for a step that was skipped and is recomputed (`training/nonfinite.py`).
         """
+
+    def before_update(self, engine: Engine) -> None:
+        """Read the gradients of a step, which are summed over ranks, before the optimizer's update."""
+
+    def after_update(self, engine: Engine) -> None:
+        """Change the weights after the optimizer's update of a step, also of a skipped one."""
 
     def forward(self, model: LanguageModel, batch: Batch) -> Tensor:
         """The loss of a micro-batch in training, as a tensor of one element; not called with a pipeline."""

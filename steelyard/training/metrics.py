@@ -101,7 +101,9 @@ def line(record: dict[str, Any], steps: int) -> str:
     ]
     if record.get("mask_changed") is not None:
         changed = f"{100 * record['mask_changed']:.2f}% changed"
-        fields.append(f"masks {record['mask_max_probability']:.3f} decided, {changed}")
+        is_learned = "mask_max_probability" in record
+        state = f"{record['mask_max_probability']:.3f} decided" if is_learned else f"{record['mask_scale']:.3f} scale"
+        fields.append(f"masks {state}, {changed}")
     if record.get("expert_load") is not None:
         fields.append(f"expert_load {record['expert_load']:.2f}")
     if record.get("mfu") is not None:

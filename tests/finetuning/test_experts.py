@@ -166,6 +166,7 @@ REFUSED = {
     "finetune.adapter.kind": (["finetune.adapter.kind=dora", EXPERTS], "DoRA is not available for experts"),
     "finetune.adapter.targets": (["finetune.adapter.targets=['exprets']"], "exprets is no matrix"),
     "sr-ste": (["sparsity.method=sr-ste"], '"sr-ste" does not support experts'),
+    "joint": (["sparsity.method=joint"], '"joint" does not support experts'),
     "distill": (
         ["sparsity.method=learned", "sparsity.exclude=['experts']", "sparsity.distill=0.5"],
         "not available for models with experts",

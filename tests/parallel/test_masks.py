@@ -128,11 +128,19 @@ def test_the_dense_model_is_followed_alike_on_a_layout(layouts: Layouts, distill
     assert apart[0] == pytest.approx(apart[1], rel=10 * ROUNDING)  # a difference of nearly equal numbers
 
 
-METHODS = {"sr-ste": ["sparsity.decay=0.05"], "fixed": ["sparsity.mask=largest.mask"]}
+METHODS = {
+    "sr-ste": ["sparsity.decay=0.05"],
+    "fixed": ["sparsity.mask=largest.mask"],
+    "joint": ["sparsity.mask_every=2", "sparsity.freeze_after=0.75", "sparsity.distill=0.5"],
+}
+UNDER_MASKS = ["zero 3", "tensor", "pipeline", "context", "all of them"]
+JOINT = ["context", "data x tensor zero 3", "all of them"]
 
 
-@pytest.mark.parametrize("layout", ["zero 3", "tensor", "pipeline", "context", "all of them"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "layout"),
+    [(method, layout) for method in METHODS for layout in (JOINT if method == "joint" else UNDER_MASKS)],
+)
 def test_weights_are_trained_under_masks_alike_on_a_layout(layouts: Layouts, method: str, layout: str):
     learn(layouts, 1, "llama-bias")
     source = open_source(layouts.folder / "base-llama-bias")
@@ -142,6 +150,16 @@ def test_weights_are_trained_under_masks_alike_on_a_layout(layouts: Layouts, met
     size, overrides = LAYOUTS[layout]
     one, run = (layouts.run(ranks, "llama-bias", *settings, *more) for ranks, more in ((1, []), (size, overrides)))
     assert difference(run.metrics(), one.metrics()) < ROUNDING
+    for ours, theirs in zip(run.metrics(), one.metrics(), strict=True):
+        for key in {"zeros", "mask_scale", "distill_loss"} & ours.keys():
+            assert ours[key] == pytest.approx(theirs[key], rel=10 * ROUNDING, abs=ROUNDING)
+    if method == "joint":
+        assert run.metrics()[-1].get("zeros", 0.5) == 0.5
+        ours, theirs = (open_source(each.path) for each in (run, one))
+        same = [
+            ((ours.tensor(name) != 0) == (theirs.tensor(name) != 0)).double().mean() for name in maskable(ours.config)
+        ]
+        assert min(same) > 1 - FLIPPED
 
 
 # The norms of sharp masks depend on every rounding: bf16 moves the last one by 4e-2 on one rank, fp16 by 1.4e-3.

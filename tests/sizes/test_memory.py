@@ -54,6 +54,20 @@ def test_learned_masks_have_state_and_gradients_for_their_logits_and_none_for_we
     assert sharded.weights * 8 == pytest.approx(alone.weights, rel=1e-6)
 
 
+def test_joint_training_has_masks_and_with_distillation_a_frozen_copy_of_the_model():
+    joint = ["sparsity.method=joint", "train.init_from=here"]
+    distill = [*joint, "sparsity.distill=1.0"]
+    held = stage_parameters(load_recipe("llama3.2-1b"), 0)
+    matrices = 16 * (2048 * 2048 * 2 + 2 * 2048 * 512 + 3 * 2048 * 8192)
+    plain, masked, taught = (memory("llama3.2-1b", 1, *more)[0] for more in ([], joint, distill))
+    assert masked.total - plain.total == masked.weights - plain.weights == matrices
+    assert taught.total - masked.total == taught.weights - masked.weights == 2 * held.total
+    for zero, gathered in ((1, held.total), (3, held.ends)):
+        shards = [memory("llama3.2-1b", 8, *more, f"parallel.zero={zero}")[0] for more in ([], distill)]
+        assert shards[1].weights - shards[0].weights == pytest.approx((matrices + 2 * held.total) / 8, abs=2)
+        assert shards[1].working_copies - shards[0].working_copies == 2 * gathered
+
+
 def test_hybrid_sharding_shards_within_its_groups():
     plain = memory("llama3.2-1b", 8, "parallel.zero=3", "parallel.data=8")[0]
     hybrid = memory("llama3.2-1b", 8, "parallel.zero=3", "parallel.data=8", "parallel.replicate=4")[0]

@@ -18,19 +18,23 @@ DISTILL = ("sparsity.distill=1.0", "sparsity.distill_temperature=2.0", "log.ever
 def test_the_divergence_and_its_gradient_are_those_of_the_formula(monkeypatch, rows_at_once: int, softcap):
     monkeypatch.setattr(distillation, "CHUNK_BYTES", rows_at_once * 4 * 11)
     torch.manual_seed(0)
-    x, dense, head = (torch.randn(*size, dtype=torch.float64) for size in ((1, 7, 5), (1, 7, 5), (16, 5)))
+    sizes = ((1, 7, 5), (1, 7, 5), (16, 5), (16, 5))
+    x, dense, head, dense_head = (torch.randn(*size, dtype=torch.float64) for size in sizes)
     x.requires_grad_()
-    logits = [each @ head[:11].t() for each in (x, dense)]
+    head.requires_grad_()
+    logits = [each @ weight[:11].t() for each, weight in ((x, head), (dense, dense_head))]
     if softcap is not None:
         logits = [softcap * torch.tanh(each / softcap) for each in logits]
     ours, theirs = ((each / 2).log_softmax(-1) for each in logits)
     expected = 4 * torch.nn.functional.kl_div(ours, theirs, log_target=True, reduction="sum")
     expected.backward()
-    mine = x.detach().float().requires_grad_()
-    found = distillation.divergence(mine, dense.float(), head.float(), vocab=11, temperature=2.0, softcap=softcap)
+    mine, own_head = (each.detach().float().requires_grad_() for each in (x, head))
+    heads = (own_head, dense_head.float())
+    found = distillation.divergence(mine, dense.float(), heads, vocab=11, temperature=2.0, softcap=softcap)
     found.backward()
     assert found.item() == pytest.approx(expected.item(), rel=1e-5)
     assert torch.allclose(mine.grad.double(), x.grad, atol=1e-5)
+    assert torch.allclose(own_head.grad.double(), head.grad, atol=1e-5)
 
 
 def test_every_token_is_distilled_wherever_it_stands():
@@ -47,7 +51,7 @@ def test_every_token_is_distilled_wherever_it_stands():
     batch = Batch(
         torch.zeros(2, 3), torch.zeros(2, 3), loss_positions_BK=torch.zeros(2, 1), sample_ids_B=torch.arange(2)
     )
-    distillation.Distilling(course, 1.0, 1.0)(Model(), batch)
+    distillation.Distilling(1.0, 1.0, torch.device("cpu"), course=course)(Model(), batch)
     assert seen == [{"tokens_BL", "labels_BL"}, {"tokens_BL", "labels_BL", "sample_ids_B"}]
 
 

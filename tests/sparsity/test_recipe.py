@@ -35,6 +35,11 @@ def recipe(tmp_path):
         ([LEARNED, "train.precision=fp8"], "do not support fp8"),
         ([LEARNED, "model.ffn=18"], "groups of 4 do not divide model.ffn = 18"),
         ([LEARNED, "model.ffn=20", "parallel.tensor=2"], "model.ffn must be a multiple of 8"),
+        (["sparsity.method=joint"], "train.init_from: joint training starts from dense weights"),
+        (["sparsity={method='joint', decay=0.1}", "train.init_from=x"], "sparsity.decay: is not used with"),
+        (["sparsity={method='joint', freeze_after=1.5}", "train.init_from=x"], "sparsity.freeze_after"),
+        (["sparsity={method='sr-ste', mask_every=5}"], 'sparsity.mask_every: is not used with method = "sr-ste"'),
+        (["sparsity={method='fixed', distill=1.0}", "train.init_from=x"], "sparsity.distill: is not used with"),
         (["sparsity.method=fixed"], "train.init_from: fixed masks need pruned weights"),
     ],
 )
@@ -46,7 +51,7 @@ def test_what_cannot_be_is_refused_with_its_key(recipe, overrides, reported):
 
 
 def test_a_resolved_recipe_loads_again(recipe, tmp_path):
-    for overrides in ([LEARNED], ["sparsity.method=sr-ste"], ["sparsity={method='fixed'}", "train.init_from=x"]):
+    for overrides in ([LEARNED], ["sparsity.method=sr-ste"], ["sparsity={method='joint'}", "train.init_from=x"]):
         resolved = load_recipe(recipe, overrides)
         again = tmp_path / "again.toml"
         again.write_text(to_toml(resolved.settings()))

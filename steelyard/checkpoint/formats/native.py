@@ -39,7 +39,13 @@ class SteelyardSource(CheckpointSource):
                 f"{saved.path} contains only masks, not the weights they belong to",
                 hint="steelyard mask export --format hf writes the masked weights",
             )
-        if saved.state.get("sparsity", {}).get("method") == "sr-ste":
+        sparsity = saved.state.get("sparsity", {})
+        if sparsity.get("method") == "joint" and not sparsity.get("finished"):
+            self.remark = (
+                f"{saved.path} was saved before the masked weights of joint training were zero, and these are the "
+                "weights as they were; steelyard mask export --format hf writes the sparse model"
+            )
+        if sparsity.get("method") == "sr-ste":
             self.remark = (
                 f"{saved.path} was trained with SR-STE, which computes with the largest weights of each group, but "
                 "these are the dense weights; steelyard mask export --format hf writes the sparse model"

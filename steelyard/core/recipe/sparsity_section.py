@@ -1,4 +1,4 @@
-"""`[sparsity]`: training of N:M sparse models, with learned, SR-STE or fixed masks."""
+"""`[sparsity]`: training of N:M sparse models, with learned, SR-STE, joint or fixed masks."""
 
 from __future__ import annotations
 
@@ -8,26 +8,29 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeFloat, PositiveFloat, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from steelyard.core.recipe.section import Section, contradiction
+from steelyard.core.recipe.section import PositiveInt, Section, contradiction
 from steelyard.core.recipe.weight_names import matches
 
 Range = Annotated[list[PositiveFloat], Field(min_length=2, max_length=2)]
 RangeFromZero = Annotated[list[NonNegativeFloat], Field(min_length=2, max_length=2)]
 LEARNED_PATTERNS = ("2:4", "1:4")
 OF_LEARNED = (
-    "prior", "prior_strength", "std", "temperature", "scale", "weight_reg", "hard", "distill",
-    "distill_temperature", "learning_rate", "learning_rate_multiplier", "weight_decay",
+    "prior", "prior_strength", "std", "temperature", "scale", "weight_reg", "hard", "learning_rate",
+    "learning_rate_multiplier", "weight_decay",
 )  # fmt: skip
+DISTILL = ("distill", "distill_temperature")
+OF_JOINT = ("mask_every", "freeze_after", "importance")
 
 
 class SparsitySection(Section):
     """The method and its parameters.
 
     `learned`: weights are frozen and the masks are trained. `sr-ste`: weights are trained, and the largest of each
-    group are used. `fixed`: weights are trained, and those that are zero, or masked in a mask file, stay zero.
+    group are used. `joint`: weights are trained, and those outside the masks, which change at first, fall to exactly
+    zero. `fixed`: weights are trained, and those that are zero, or masked in a mask file, stay zero.
     """
 
-    method: Literal["learned", "sr-ste", "fixed"]
+    method: Literal["learned", "sr-ste", "joint", "fixed"]
     pattern: str = Field("2:4", description="N:M keeps N of M neighbours along the input; learned: 2:4 or 1:4")
     include: list[str] = Field(
         [], description='matrices to mask: "mlp", "attention.output", "0-3"; default: all in layers'
@@ -50,8 +53,17 @@ class SparsitySection(Section):
     distill: NonNegativeFloat = Field(0.0, description="weight of the KL divergence from the dense model's predictions")
     distill_temperature: PositiveFloat = 1.0
 
-    mask: str | None = Field(None, description="fixed: a mask file; default: the zeros of the weights")
+    mask: str | None = Field(
+        None, description="fixed and joint: a mask file; default: the zeros of the weights, or the largest weights"
+    )
     decay: NonNegativeFloat = Field(2e-4, description="sr-ste: decay of the masked weights")
+    mask_every: PositiveInt = Field(10, description="joint: steps after which the masks are chosen again")
+    importance: Literal["gradient", "magnitude"] = Field(
+        "gradient", description="joint: masks keep the largest weights; gradient: times the norm of its column"
+    )
+    freeze_after: Annotated[float, Field(gt=0, le=1)] = Field(
+        0.5, description="joint: share of the steps until masked weights are zero and the masks stay"
+    )
 
     @field_validator("pattern")
     @classmethod
@@ -75,9 +87,10 @@ class SparsitySection(Section):
     @model_validator(mode="after")
     def _of_one_method(self) -> SparsitySection:
         foreign: dict[str, tuple[str, ...]] = {
-            "learned": ("mask", "decay"),
-            "sr-ste": (*OF_LEARNED, "base", "mask"),
-            "fixed": (*OF_LEARNED, "decay", "pattern"),
+            "learned": ("mask", "decay", *OF_JOINT),
+            "sr-ste": (*OF_LEARNED, *DISTILL, *OF_JOINT, "base", "mask"),
+            "joint": (*OF_LEARNED, "decay"),
+            "fixed": (*OF_LEARNED, *DISTILL, *OF_JOINT, "decay", "pattern"),
         }
         for key in foreign[self.method]:
             if key in self.model_fields_set and getattr(self, key) != type(self).model_fields[key].default:

@@ -221,9 +221,9 @@ def experts_sparsity(model: ModelConfig, sparsity: SparsitySection) -> None:
     if not model.blocks.has_experts:
         return
     names = [f"layers.{n}.{name}" for n, name, param in model.blocks.layer_params() if param.is_expert]
-    if sparsity.method == "sr-ste" and any(sparsity.selects(name) for name in names):
+    if sparsity.method in ("sr-ste", "joint") and any(sparsity.selects(name) for name in names):
         raise contradiction(
-            "sparsity.method", '"sr-ste" does not support experts',
+            "sparsity.method", f'"{sparsity.method}" does not support experts',
             'set sparsity.exclude = ["experts"], or prune experts with steelyard prune',
         )  # fmt: skip
     if sparsity.distill:
@@ -273,6 +273,10 @@ def sparsity(model: ModelConfig, sparsity: SparsitySection, parallel: ParallelSe
             "sparsity.base",
             "mask learning needs existing weights",
             "set sparsity.base or train.init_from",
+        )
+    if sparsity.method == "joint" and train.init_from is None:
+        raise contradiction(
+            "train.init_from", "joint training starts from dense weights", "set train.init_from to the dense weights"
         )
     if sparsity.method == "fixed" and train.init_from is None:
         raise contradiction(
