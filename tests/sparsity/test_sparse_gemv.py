@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from steelyard.checkpoint.formats.compressed_tensors import compress, expanded
+from steelyard.checkpoint.formats.row_scales import quantized
 from steelyard.sparsity.patterns import Pattern
 from steelyard.sparsity.semi_structured import dense, packed
 
@@ -97,6 +98,34 @@ def test_every_way_gives_the_same_product(rows):
             for parts in (1, 2):
                 y = sparse_gemv.few_rows(x, compressed(weight), replace(form, parts=parts))
                 torch.testing.assert_close(y.double(), expected, rtol=1e-2, atol=0.02 * expected.std().item())
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("int8", torch.bfloat16), ("fp8", torch.bfloat16), ("fp8", torch.float16)])
+def test_8_bit_values_are_decoded_and_scaled(kind, dtype):
+    from steelyard.sparsity import sparse_gemv
+
+    weight = matrix(9, 524) * torch.logspace(-3, 3, 9)[:, None].to(DEVICE)  # Each row has its own scale.
+    values, indices = compress(weight)
+    values, scales = quantized(values, kind)
+    held = packed(values, indices, scales)
+    torch.testing.assert_close(sparse_gemv.expand(held, dtype).float(), dense(held), rtol=2**-7, atol=1e-4)
+    for rows, way in ((1, sparse_gemv.VECTORS[0]), (3, replace(sparse_gemv.TILES[0], parts=2))):
+        x = torch.randn(rows, 524, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
+        y = sparse_gemv.few_rows(x, held, way).double() / scales  # Rows of one magnitude, so that each one counts.
+        expected = x.double() @ dense(held).double().t() / scales
+        torch.testing.assert_close(y, expected, rtol=1e-2, atol=0.02 * expected.std().item())
+
+
+def test_every_8_bit_code_is_decoded_exactly():
+    from steelyard.sparsity import sparse_gemv
+
+    codes = torch.arange(256, dtype=torch.int16, device=DEVICE).to(torch.uint8)
+    numbers = codes[(codes & 127) != 127]  # The other two codes of e4m3 are NaN.
+    for each, dtype in ((codes, torch.int8), (numbers, torch.float8_e4m3fn)):
+        values = torch.stack([each, each.flip(0)], 1).view(dtype)  # one group per row, both bytes of its word
+        indices = torch.full((len(each), 1), 0b1001, dtype=torch.uint8, device=DEVICE)
+        held = packed(values, indices, torch.ones(len(each), device=DEVICE))
+        assert torch.equal(sparse_gemv.expand(held, torch.bfloat16).float(), dense(held)), dtype
 
 
 def test_ways_divide_the_inputs_where_rows_are_too_few_and_not_where_they_are_many():
