@@ -72,8 +72,7 @@ def packed(values: Tensor, indices: Tensor, scales: Tensor | None = None) -> Pac
     words = torch.zeros(len(masks), blocks, BLOCK_WORDS, dtype=torch.int32, device=masks.device)
     for step in range(8):
         words |= steps[:, :, step] << 4 * step
-    # `sparse_mma` reads values of 16 bits only.
-    has_places = len(masks) % TILE == 0 and groups % BLOCK_GROUPS == 0 and scales is None
+    has_places = len(masks) % TILE == 0 and groups % BLOCK_GROUPS == 0
     return Packed(values.contiguous(), words.flatten(1), places_of(masks) if has_places else None, scales)
 
 

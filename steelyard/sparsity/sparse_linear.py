@@ -14,8 +14,8 @@ cuSPARSELt's format starts with the values in our order. If that is verified, th
 10/16 of the dense one: values 8, metadata for the library 1, masks for our kernels 1; or 11/16 if `sparse_mma` supports
 the matrix, which needs metadata in its own order.
 
-8-bit values (`row_scales.py`) take 5/16 of the dense module: values 4, masks 1. Few rows are multiplied by
-`sparse_gemv.py`, which decodes them; for many rows the matrix is expanded in the dtype of the input.
+8-bit values (`row_scales.py`) take 5/16 or 6/16 of the dense module. The kernels for few rows decode them; for many
+rows the matrix is expanded in the dtype of the input.
 
 On a CPU a module expands the dense matrix for each product. This is slow and serves as the specification; models are
 loaded dense there.
