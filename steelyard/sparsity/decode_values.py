@@ -62,22 +62,32 @@ def high_wide(word, kind: tl.constexpr):
 @triton.jit
 def first(pair, stored: tl.constexpr, kind: tl.constexpr):
     """The first value of a group as fp32, without its scale."""
-    return low_wide(pair, kind) if stored == "" else _decoded(pair.to(tl.int32) & 0xFF, stored)
+    if stored == "int8":
+        return _integer(pair.to(tl.int32) & 0xFF)
+    else:
+        return low_wide(pair, kind) if stored == "" else low_wide(_halves(pair), tl.float16)
 
 
 @triton.jit
 def second(pair, stored: tl.constexpr, kind: tl.constexpr):
     """The second value of a group."""
-    return high_wide(pair, kind) if stored == "" else _decoded((pair.to(tl.int32) >> 8) & 0xFF, stored)
+    if stored == "int8":
+        return _integer((pair.to(tl.int32) >> 8) & 0xFF)
+    else:
+        return high_wide(pair, kind) if stored == "" else high_wide(_halves(pair), tl.float16)
 
 
 @triton.jit
-def _decoded(byte, stored: tl.constexpr):
-    if stored == "int8":
-        return (byte ^ _INTEGER).to(tl.float32, bitcast=True) - _OFFSET
-    else:
-        half = ((byte & 0x80) << 8) | ((byte & 0x7F) << 7)
-        return half.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+def _integer(byte):
+    return (byte ^ _INTEGER).to(tl.float32, bitcast=True) - _OFFSET
+
+
+@triton.jit
+def _halves(pair):
+    """Two fp8 values as one word of two fp16."""
+    word = pair.to(tl.int32)
+    word = (word & 0xFF) | ((word & 0xFF00) << 8)
+    return ((word & 0x00800080) << 8) | ((word & 0x007F007F) << 7)
 
 
 @triton.jit
@@ -90,7 +100,12 @@ def row_scales(scales, row, stored: tl.constexpr):
 @triton.jit
 def as_kind(pair, stored: tl.constexpr, kind: tl.constexpr):
     """A group's two values as one word of two 16-bit floats, without their scale, which is exact."""
-    return pair if stored == "" else _joined(first(pair, stored, kind), second(pair, stored, kind), kind)
+    if stored == "":
+        return pair
+    elif stored == "fp8" and kind == tl.float16:
+        return _halves(pair)
+    else:
+        return _joined(first(pair, stored, kind), second(pair, stored, kind), kind)
 
 
 @triton.jit
