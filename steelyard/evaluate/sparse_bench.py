@@ -90,15 +90,16 @@ def _views(request: BenchRequest) -> dict[str, CompressedSource | Compressing]:
     """The weights of each side. From 8-bit values, the other sides have the weights that these represent."""
     if (request.checkpoint is None) == (request.shape is None):
         raise UserError("give either a checkpoint or --shape", hint="steelyard bench sparse --shape llama3.1-8b")
+    views: dict[str, CompressedSource | Compressing] = {}
     if request.shape is not None:
-        random = RandomCompressed(request.shape)
-        return {DENSE: random, SPARSE: random} | {
-            kind: RandomCompressed(request.shape, kind) for kind in request.values
-        }
+        views[DENSE] = views[SPARSE] = RandomCompressed(request.shape)
+        for kind in request.values:
+            views[kind] = RandomCompressed(request.shape, kind)
+        return views
     assert request.checkpoint is not None
     source = opened(request.checkpoint, request.mask, request.base)
     plain = compressible(source, request.allow_dense)
-    views = {DENSE: plain, SPARSE: plain}
+    views[DENSE] = views[SPARSE] = plain
     if isinstance(source, CompressedSource) and source.value_format is not None:
         views[source.value_format] = source
     for kind in request.values:
