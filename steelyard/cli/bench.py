@@ -14,6 +14,7 @@ from steelyard.cli.options import (
     DtypeOption,
     JsonOption,
     MaskOption,
+    ValuesChoice,
     print_result,
 )
 
@@ -43,6 +44,10 @@ def sparse(
     context: Annotated[int, typer.Option(min=1, help="Tokens of context, for the decoding.")] = 512,
     batch: Annotated[list[int] | None, typer.Option(min=1, help="Batch sizes.  [default: 1 2 4 8 16]")] = None,
     allow_dense: Annotated[bool, typer.Option("--allow-dense", help="Keep matrices that are not 2:4 dense.")] = False,
+    values: Annotated[
+        list[ValuesChoice] | None,
+        typer.Option(help="Also measure 8-bit values; may be repeated.  [default: those of the checkpoint]"),
+    ] = None,
     device: DeviceOption = DeviceChoice.auto,
     dtype: DtypeOption = DtypeChoice.auto,
     json: JsonOption = False,
@@ -50,13 +55,14 @@ def sparse(
     """Compare tokens per second and memory of a 2:4 model, dense and compressed.
 
     Example: steelyard bench sparse compressed
-    Example: steelyard bench sparse --shape llama3.1-8b
+    Example: steelyard bench sparse --shape llama3.1-8b --values int8 --values fp8
     """
     from steelyard.evaluate import sparse_bench
 
     batches = tuple(batch) if batch else (1, 2, 4, 8, 16)
     request = sparse_bench.BenchRequest(
-        checkpoint, shape, mask, base, device, dtype, prompt, context, batches, allow_dense
-    )
+        checkpoint, shape, mask, base, device, dtype, prompt, context, batches, allow_dense,
+        tuple(each.value for each in values or ()),
+    )  # fmt: skip
     result = sparse_bench.sparse(request)
     print_result(result, json, sparse_bench.as_text(result))

@@ -14,6 +14,7 @@ from steelyard.cli.options import (
     JsonOption,
     MaskOption,
     TokenizerOption,
+    ValuesChoice,
     print_result,
 )
 from steelyard.core import units
@@ -41,15 +42,25 @@ def export_sparse(
     dtype: Annotated[
         Stored | None, typer.Option(help="[default: the checkpoint's, or bf16 if that is wider]", show_default=False)
     ] = None,
+    values: Annotated[
+        ValuesChoice | None,
+        typer.Option(
+            help="8-bit values for 2:4 matrices, with one scale per row (fp8 is e4m3).  [default: as --dtype]",
+            show_default=False,
+        ),
+    ] = None,
     tokenizer: TokenizerOption = None,
     json: JsonOption = False,
 ) -> None:
     """Export a 2:4 model in compressed form: half of its weights, with a 2-bit index for each.
 
     The checkpoint already has the zeros, or has masks (--mask, or a run that learned them). generate, eval and bench
-    read the output. A 2:4 matrix shrinks to 9/16 of its size.
+    read the output. A 2:4 matrix shrinks to 9/16 of its size in bf16, with --values to 5/16; embeddings and head keep
+    --dtype.
 
     Example: steelyard export-sparse runs/masks compressed
+
+    Example: steelyard export-sparse pruned compressed --values int8
     """
     from steelyard.checkpoint.formats.write import refuse_destination
     from steelyard.sparsity.pruned_source import opened
@@ -58,7 +69,11 @@ def export_sparse(
 
     refuse_destination(destination)
     source = opened(checkpoint, mask, base)
-    result = export(source, destination, DTYPES[dtype.value] if dtype else None, allow_dense, tokenizer)
+    stored = DTYPES[dtype.value] if dtype else None
+    result = export(source, destination, stored, allow_dense, tokenizer, values.value if values else None)
     left = f", {result['dense_matrices']} left dense" if result["dense_matrices"] else ""
-    text = f"{destination}: {result['compressed']} matrices compressed{left}, {units.size(result['bytes'])}"
+    text = (
+        f"{destination}: {result['compressed']} matrices compressed, {result['values']} values{left}, "
+        f"{units.size(result['bytes'])}"
+    )
     print_result(result, json, text)

@@ -32,6 +32,13 @@ class DeviceChoice(StrEnum):
     cuda = "cuda"
 
 
+class ValuesChoice(StrEnum):
+    """The 8-bit formats of compressed 2:4 weights."""
+
+    fp8 = "fp8"
+    int8 = "int8"
+
+
 class DtypeChoice(StrEnum):
     """The precision to compute in."""
 

@@ -71,11 +71,11 @@ def loaded(
     recipe = _recipe(source, mesh.tensor.size)
     if sparse is None:
         sparse = device.type == "cuda" and mesh.tensor.size == 1 and dtype in sparse_linear.DTYPES
-    compressed = source.compressed if isinstance(source, COMPRESSED) and sparse else []
 
     def transform(model: LanguageModel) -> None:
         _cast(model, dtype)
-        sparse_linear.put(model, compressed, dtype)
+        if sparse and isinstance(source, COMPRESSED):
+            sparse_linear.put(model, source.compressed, dtype, source.value_format)
 
     assembly = assemble(recipe, mesh, device, dtype, compiled, transform)
     _fill(assembly.parts, source)

@@ -1,5 +1,7 @@
 """Compares the speed and memory of a 2:4 model with compressed and with dense weights: prefill and decode.
 
+Compressed weights have 16-bit values, and in further columns 8-bit values, as in the checkpoint or as requested.
+
 On a GPU a step is captured as a CUDA graph and replayed in both cases, so that the comparison measures the GPU's work
 and not the host's launch overhead. Decode is timed at one position of the text, after `context` tokens.
 """
@@ -9,7 +11,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +19,7 @@ import torch
 from torch import Tensor
 
 from steelyard.checkpoint.formats.compressed_tensors import CompressedSource
+from steelyard.checkpoint.formats.row_scales import DTYPES, ValueFormat
 from steelyard.core import units
 from steelyard.core.errors import UserError
 from steelyard.evaluate.decode_graph import Decoder, span_of
@@ -28,6 +31,7 @@ from steelyard.sparsity.random_source import RandomCompressed
 from steelyard.sparsity.semi_structured import Compressing, compressible
 from steelyard.training.device import NAMES, device_for, dtype_for
 
+DENSE, SPARSE = "dense", "sparse"
 ROUNDS = {"cuda": 20, "cpu": 3}
 
 
@@ -46,6 +50,7 @@ class BenchRequest:
     context: int = 512
     batches: tuple[int, ...] = (1, 2, 4, 8, 16)
     allow_dense: bool = False
+    values: tuple[ValueFormat, ...] = ()
 
 
 def sparse(request: BenchRequest) -> dict[str, Any]:
@@ -57,36 +62,49 @@ def sparse(request: BenchRequest) -> dict[str, Any]:
             hint="--device cpu runs the plain versions, which tests that they work but not their speed",
         )
     device = device_for(request.device)
-    source = _source(request)
+    views = _views(request)
+    source = views[DENSE]
     dtype = dtype_for(request.dtype, source, device)
     if device.type == "cuda" and dtype not in sparse_linear.DTYPES:
         dtype = torch.bfloat16
     prompt, context = min(request.prompt, context_of(source)), min(request.context, context_of(source) - 1)
     sides = {}
-    for side in ("dense", "sparse"):
-        network = loaded(source, device, dtype, sparse=side == "sparse")
+    for side, view in views.items():
+        network = loaded(view, device, dtype, sparse=side != DENSE)
         with torch.inference_mode(), sparse_linear.for_graphs():
             sides[side] = _side(network, prompt, context, request.batches, device)
         del network
-    chosen = {f"{held[2]}x{4 * held[3]}, up to {1 << held[4]} rows": str(way) for held, way in _chosen_kernels()}
     return {
         "checkpoint": str(source.path),
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu, plain versions",
         "dtype": NAMES[dtype],
         "prompt": prompt,
         "context": context,
-        "rows": _rows(sides["dense"], sides["sparse"]),
-        "ways": chosen,
+        "values": [side for side in sides if side in DTYPES],
+        "rows": _rows(sides),
+        "ways": dict(_chosen_kernels()),
     }
 
 
-def _source(request: BenchRequest) -> CompressedSource | Compressing:
+def _views(request: BenchRequest) -> dict[str, CompressedSource | Compressing]:
+    """The weights of each side. From 8-bit values, the other sides have the weights that these represent."""
     if (request.checkpoint is None) == (request.shape is None):
         raise UserError("give either a checkpoint or --shape", hint="steelyard bench sparse --shape llama3.1-8b")
+    views: dict[str, CompressedSource | Compressing] = {}
     if request.shape is not None:
-        return RandomCompressed(request.shape)
+        views[DENSE] = views[SPARSE] = RandomCompressed(request.shape)
+        for kind in request.values:
+            views[kind] = RandomCompressed(request.shape, kind)
+        return views
     assert request.checkpoint is not None
-    return compressible(opened(request.checkpoint, request.mask, request.base), request.allow_dense)
+    source = opened(request.checkpoint, request.mask, request.base)
+    plain = compressible(source, request.allow_dense)
+    views[DENSE] = views[SPARSE] = plain
+    if isinstance(source, CompressedSource) and source.value_format is not None:
+        views[source.value_format] = source
+    for kind in request.values:
+        views.setdefault(kind, Compressing(source, plain.compressed, kind))
+    return views
 
 
 def _side(
@@ -151,28 +169,40 @@ def _bytes(network: LanguageModel) -> int:
     return sum(storages.values())
 
 
-def _rows(dense: dict[str, float], sparse: dict[str, float]) -> list[dict[str, Any]]:
+def _rows(sides: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
     rows = []
-    for what, value in dense.items():
+    for what, value in sides[DENSE].items():
         is_memory = what == "memory"
-        gain = value / sparse[what] if is_memory else sparse[what] / value
-        unit = "bytes" if is_memory else "tokens/s"
-        rows.append({"what": what, "unit": unit, "dense": value, "sparse": sparse[what], "gain": round(gain, 3)})
+        row: dict[str, Any] = {"what": what, "unit": "bytes" if is_memory else "tokens/s"}
+        for side, found in sides.items():
+            row[side] = found[what]
+            if side != DENSE:
+                row[_gain(side)] = round(value / found[what] if is_memory else found[what] / value, 3)
+        rows.append(row)
     return rows
 
 
-def _chosen_kernels() -> list[tuple[Any, Any]]:
-    return [(key, way) for key, way in sparse_linear.CHOICES.found.items() if key[5]]
+def _gain(side: str) -> str:
+    return "gain" if side == SPARSE else f"gain_{side}"
+
+
+def _chosen_kernels() -> Iterator[tuple[str, str]]:
+    for (_, dtype, outputs, groups, rows, in_graph, stored), way in sparse_linear.CHOICES.found.items():
+        if in_graph:
+            values = "" if stored == dtype else f", {str(stored).removeprefix('torch.')} values"
+            yield f"{outputs}x{4 * groups}, up to {1 << rows} rows{values}", str(way)
 
 
 def as_text(result: dict[str, Any]) -> str:
     """The result as a table."""
     lines = [f"{result['checkpoint']} on {result['device']}, {result['dtype']}", ""]
-    lines.append(f"{'':16} {'dense':>14} {'sparse':>14} {'gain':>7}")
+    compressed = [SPARSE, *result["values"]]
+    lines.append(f"{'':16} {DENSE:>14}" + "".join(f" {side:>14} {'gain':>7}" for side in compressed))
     for row in result["rows"]:
-        shown = [
-            units.size(row[side]) if row["unit"] == "bytes" else f"{units.count(row[side])} tok/s"
-            for side in ("dense", "sparse")
-        ]
-        lines.append(f"{row['what']:16} {shown[0]:>14} {shown[1]:>14} {row['gain']:>6.2f}x")
+        line = f"{row['what']:16} {_shown(row, DENSE):>14}"
+        lines.append(line + "".join(f" {_shown(row, side):>14} {row[_gain(side)]:>6.2f}x" for side in compressed))
     return "\n".join(lines)
+
+
+def _shown(row: dict[str, Any], side: str) -> str:
+    return units.size(row[side]) if row["unit"] == "bytes" else f"{units.count(row[side])} tok/s"

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from steelyard.checkpoint.formats import CheckpointSource
-from steelyard.checkpoint.formats.compressed_tensors import GROUP, INDICES, KEPT, VALUES, WEIGHT, compress, matrices
+from steelyard.checkpoint.formats.compressed_tensors import GROUP, KEPT, PARTS, WEIGHT, matrices
+from steelyard.checkpoint.formats.row_scales import ValueFormat
 from steelyard.checkpoint.formats.source import expected_sizes
 from steelyard.core.recipe import load_recipe
-from steelyard.sparsity.semi_structured import Compressing
+from steelyard.sparsity.semi_structured import Compressing, compressed_parts
 
 STD = 0.02
 PAIRS = list(itertools.combinations(range(GROUP), KEPT))  # the places that a group may keep
@@ -50,16 +51,17 @@ class RandomSource(CheckpointSource):
 class RandomCompressed(Compressing):
     """The same with compressed matrices."""
 
-    def __init__(self, shape: str) -> None:
+    def __init__(self, shape: str, value_format: ValueFormat | None = None) -> None:
         source = RandomSource(shape)
-        super().__init__(source, source.pruned)
+        super().__init__(source, source.pruned, value_format)
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor of the source, or the values or indices of one of its matrices."""
-        if not name.endswith((VALUES, INDICES)):
+        """A tensor of the source, or the values, indices or scales of one of its matrices."""
+        if not name.endswith(PARTS):
             return super().tensor(name)
-        stem, _, kind = name.rpartition(".")
-        return _compressed(_kind(stem + WEIGHT), self.sizes()[stem + WEIGHT])[kind == INDICES[1:]]
+        stem, _, part = name.rpartition(".")
+        size = self.sizes()[stem + WEIGHT]
+        return _compressed(_kind(stem + WEIGHT), size, self.value_format)["." + part]
 
 
 def _kind(name: str) -> str:
@@ -79,5 +81,5 @@ def _random(kind: str, size: tuple[int, ...], pruned: bool) -> Tensor:
 
 
 @lru_cache(maxsize=16)
-def _compressed(kind: str, size: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    return compress(_random(kind, size, True))
+def _compressed(kind: str, size: tuple[int, ...], value_format: ValueFormat | None) -> dict[str, Tensor]:
+    return compressed_parts(_random(kind, size, True), value_format)

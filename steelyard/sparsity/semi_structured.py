@@ -16,6 +16,8 @@ from steelyard.checkpoint.formats import CheckpointSource
 from steelyard.checkpoint.formats.compressed_tensors import (
     INDICES,
     KEPT,
+    PARTS,
+    SCALES,
     VALUES,
     WEIGHT,
     CompressedSource,
@@ -24,6 +26,7 @@ from steelyard.checkpoint.formats.compressed_tensors import (
     masks_of,
     matrices,
 )
+from steelyard.checkpoint.formats.row_scales import ValueFormat, dequantized, quantized
 from steelyard.checkpoint.formats.write import Target, convert
 from steelyard.core.console import console
 from steelyard.core.errors import UserError
@@ -39,11 +42,13 @@ class Packed:
     """A matrix in GPU memory: two weights per group, and each group's mask, in the layout of `sparse_gemv`."""
 
     values: Tensor
-    """(outputs, 2 * groups), 16-bit floats."""
+    """(outputs, 2 * groups), 16-bit floats, or fp8 or int8 with scales."""
     words: Tensor
     """(outputs, words of a row), int32."""
     places: Tensor | None = None
     """The metadata for `sparse_mma` (see `places_of`); None unless the matrix consists of whole tiles and blocks."""
+    scales: Tensor | None = None
+    """(outputs,), fp32: each row of 8-bit values is multiplied by one."""
 
     @property
     def outputs(self) -> int:
@@ -56,7 +61,7 @@ class Packed:
         return self.values.shape[1] // KEPT
 
 
-def packed(values: Tensor, indices: Tensor) -> Packed:
+def packed(values: Tensor, indices: Tensor, scales: Tensor | None = None) -> Packed:
     """A compressed matrix in the layout of the GPU kernels."""
     groups = values.shape[1] // KEPT
     masks = masks_of(indices, groups)
@@ -68,7 +73,7 @@ def packed(values: Tensor, indices: Tensor) -> Packed:
     for step in range(8):
         words |= steps[:, :, step] << 4 * step
     has_places = len(masks) % TILE == 0 and groups % BLOCK_GROUPS == 0
-    return Packed(values.contiguous(), words.flatten(1), places_of(masks) if has_places else None)
+    return Packed(values.contiguous(), words.flatten(1), places_of(masks) if has_places else None, scales)
 
 
 def places_of(masks: Tensor) -> Tensor:
@@ -89,38 +94,53 @@ def places_of(masks: Tensor) -> Tensor:
 
 
 def dense(held: Packed) -> Tensor:
-    """The dense matrix, from the layout of the GPU kernels."""
+    """The dense matrix, from the layout of the GPU kernels; 8-bit values become fp32."""
     blocks = held.words.unflatten(1, (-1, 1, BLOCK_WORDS))
     shifts = 4 * torch.arange(8, dtype=torch.int32, device=held.words.device)[:, None]
     masks = (blocks >> shifts).flatten(1)[:, : held.groups]
     members = (masks[..., None] >> torch.arange(4, dtype=torch.int32, device=masks.device) & 1).bool()
-    whole = held.values.new_zeros(held.outputs, held.groups, 4)
-    whole[members] = held.values.flatten()
+    values = held.values if held.scales is None else dequantized(held.values, held.scales)
+    whole = values.new_zeros(held.outputs, held.groups, 4)
+    whole[members] = values.flatten()
     return whole.flatten(1)
 
 
 class Compressing(SourceView):
     """A view of a checkpoint that compresses its 2:4 matrices, with the interface of `CompressedSource`."""
 
-    def __init__(self, source: CheckpointSource, compressed: list[str]) -> None:
+    def __init__(
+        self, source: CheckpointSource, compressed: list[str], value_format: ValueFormat | None = None
+    ) -> None:
         super().__init__(source)
-        self.compressed = compressed
-        self._last: tuple[str, tuple[Tensor, Tensor]] | None = None
+        self.compressed, self.value_format = compressed, value_format
+        self._last: tuple[str, dict[str, Tensor]] | None = None
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor of the source, or the values or indices of one of its matrices."""
-        if not name.endswith((VALUES, INDICES)):
+        """A tensor of the source, or the values, indices or scales of one of its matrices."""
+        if not name.endswith(PARTS):
             return super().tensor(name)
-        stem, _, kind = name.rpartition(".")
-        if self._last is None or self._last[0] != stem:  # Both are read, one after the other.
-            self._last = stem, compress(super().tensor(stem + WEIGHT))
-        return self._last[1][kind == INDICES[1:]]
+        stem, _, part = name.rpartition(".")
+        if self._last is None or self._last[0] != stem:  # All parts are read, one after the other.
+            self._last = stem, compressed_parts(super().tensor(stem + WEIGHT), self.value_format)
+        return self._last[1]["." + part]
 
 
-def compressible(source: CheckpointSource, allow_dense: bool) -> CompressedSource | Compressing:
+def compressed_parts(weight: Tensor, value_format: ValueFormat | None) -> dict[str, Tensor]:
+    """A compressed matrix by the ends of the names of its tensors."""
+    values, indices = compress(weight)
+    if value_format is None:
+        return {VALUES: values, INDICES: indices}
+    values, scales = quantized(values, value_format)
+    return {VALUES: values, INDICES: indices, SCALES: scales}
+
+
+def compressible(
+    source: CheckpointSource, allow_dense: bool, value_format: ValueFormat | None = None
+) -> CompressedSource | Compressing:
     """A checkpoint with the list of its 2:4 matrices. Without `allow_dense`, other matrices raise an error."""
     if isinstance(source, CompressedSource):
-        return source
+        is_same = source.value_format == value_format
+        return source if is_same else Compressing(source, source.compressed, value_format)
     names = matrices(source.sizes())
     sparse: list[tuple[str, str | None]] = []
     others: list[tuple[str, str | None]] = []
@@ -137,7 +157,7 @@ def compressible(source: CheckpointSource, allow_dense: bool) -> CompressedSourc
             hint="prune it (steelyard prune --pattern 2:4) or give a mask file with --mask; "
             "--allow-dense keeps other matrices dense",
         )
-    return Compressing(source, [name for name, _ in sparse])
+    return Compressing(source, [name for name, _ in sparse], value_format)
 
 
 def export(
@@ -146,9 +166,10 @@ def export(
     dtype: torch.dtype | None,
     allow_dense: bool,
     tokenizer: str | None = None,
+    value_format: ValueFormat | None = None,
 ) -> dict[str, Any]:
     """Write a 2:4 checkpoint in compressed form; returns the report."""
-    view = compressible(source, allow_dense)
+    view = compressible(source, allow_dense, value_format)
     if dtype is None:
         dtype = source.dtype if source.dtype in (torch.bfloat16, torch.float16) else torch.bfloat16
     if dtype.itemsize < source.dtype.itemsize:
@@ -156,6 +177,7 @@ def export(
     result = convert(view, destination, Target("compressed", dtype=dtype, tokenizer=tokenizer))
     sizes = source.sizes()
     return result | {
+        "values": value_format or _name(dtype),
         "compressed": len(view.compressed),
         "dense_matrices": len(matrices(sizes)) - len(view.compressed),
         "bytes": sum(file.stat().st_size for file in destination.glob("sparse*.safetensors")),

@@ -26,6 +26,9 @@ Rejected for `_tiles`, judged by the compiled code: masks in words of 16 or 8 bi
 takes two instructions); some of a word's steps at a time, shifted by a run-time value (the compiler then moves every
 tile through shared memory); tiles of two members (no packing, but every tile goes through shared memory).
 
+Values of 8 bits make a group one 16-bit word, and the matrix 5/16 of its size in bf16. They are decoded in registers
+(`decode_values.py`), and the scales of the rows are applied to the sums.
+
 `semi_structured.dense` and a plain product are the specification. This module is imported only on machines with a GPU.
 """
 
@@ -43,7 +46,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from steelyard.sparsity import sparse_mma
+from steelyard.sparsity import decode_values, sparse_mma
+from steelyard.sparsity.decode_values import high, high_wide, low, low_wide
 from steelyard.sparsity.semi_structured import BLOCK_GROUPS, BLOCK_WORDS, Packed
 
 _WORDS, _GROUPS = tl.constexpr(BLOCK_WORDS), tl.constexpr(BLOCK_GROUPS)
@@ -120,45 +124,28 @@ def few_rows(x_BI: Tensor, packed: Packed, way: Way | sparse_mma.Form) -> Tensor
         sums = torch.empty(way.parts, batch, outputs, dtype=torch.float32, device=x_BI.device)
         done = sparse_mma.counters(x_BI.device)
     kernel = _tiles if way.kernel == "tiles" else _vectors
+    pairs, scales, stored = decode_values.operands(packed)
     kernel[(programs, repeats, way.parts)](
-        x, packed.values.view(torch.int32), packed.words, y_BO, sums, done, batch, outputs, inputs // 4, words, steps,
-        way.parts, sparse_mma.KINDS[x_BI.dtype], way.rows, way.blocks, even, way.stages, way.parts > 1,
+        x, pairs, scales, packed.words, y_BO, sums, done, batch, outputs, inputs // 4, words, steps,
+        way.parts, sparse_mma.KINDS[x_BI.dtype], stored, way.rows, way.blocks, even, way.stages, way.parts > 1,
         num_warps=way.warps, num_stages=way.stages,
     )  # fmt: skip
     return y_BO
 
 
-def expand(packed: Packed) -> Tensor:
-    """Expand to the dense matrix with a kernel."""
-    whole = packed.values.new_empty(packed.outputs, packed.groups * 4)
+def expand(packed: Packed, dtype: torch.dtype | None = None) -> Tensor:
+    """Expand to the dense matrix with a kernel; 8-bit values need the dtype of the matrix."""
+    dtype = packed.values.dtype if packed.scales is None else dtype
+    assert dtype is not None
+    whole = packed.values.new_empty(packed.outputs, packed.groups * 4, dtype=dtype)
     rows = 32
     words = packed.words.shape[1]
+    pairs, scales, stored = decode_values.operands(packed)
     _expand[(triton.cdiv(packed.outputs, rows), words // BLOCK_WORDS)](
-        packed.values.view(torch.int32), packed.words, whole.view(torch.int64), packed.outputs, packed.groups, words,
-        rows, num_warps=4,
+        pairs, scales, packed.words, whole.view(torch.int64), packed.outputs, packed.groups, words,
+        sparse_mma.KINDS[dtype], stored, rows, num_warps=4,
     )  # fmt: skip
     return whole
-
-
-@triton.jit
-def _low(word, kind: tl.constexpr):
-    return word.to(tl.int16).to(kind, bitcast=True)
-
-
-@triton.jit
-def _high(word, kind: tl.constexpr):
-    return (word >> 16).to(tl.int16).to(kind, bitcast=True)
-
-
-@triton.jit
-def _low_wide(word, kind: tl.constexpr):
-    """The lower half as fp32; bf16 is the upper half of an fp32."""
-    return (word << 16).to(tl.float32, bitcast=True) if kind == tl.bfloat16 else _low(word, kind).to(tl.float32)
-
-
-@triton.jit
-def _high_wide(word, kind: tl.constexpr):
-    return (word & -65536).to(tl.float32, bitcast=True) if kind == tl.bfloat16 else _high(word, kind).to(tl.float32)
 
 
 @triton.jit
@@ -176,9 +163,9 @@ def _dot(a, b, total):
 
 @triton.jit(do_not_specialize=["batch", "steps", "parts"])
 def _vectors(
-    x, pairs, words, y, sums, done, batch, outputs, groups, word_count, steps, parts,
-    kind: tl.constexpr, rows: tl.constexpr, blocks: tl.constexpr, even: tl.constexpr, stages: tl.constexpr,
-    divided: tl.constexpr,
+    x, pairs, scales, words, y, sums, done, batch, outputs, groups, word_count, steps, parts,
+    kind: tl.constexpr, stored: tl.constexpr, rows: tl.constexpr, blocks: tl.constexpr, even: tl.constexpr,
+    stages: tl.constexpr, divided: tl.constexpr,
 ):  # fmt: skip
     columns: tl.constexpr = _WORDS * blocks
     row = tl.program_id(0) * rows + tl.arange(0, rows)
@@ -208,22 +195,25 @@ def _vectors(
                 one = tl.load(x + at) if even else tl.load(x + at, mask=at < groups, other=0)
                 four = one[None, :]
             front, back = four.to(tl.int32), (four >> 32).to(tl.int32)
-            x0, x1, x2, x3 = (_low_wide(front, kind), _high_wide(front, kind),
-                              _low_wide(back, kind), _high_wide(back, kind))  # fmt: skip
+            x0, x1, x2, x3 = (low_wide(front, kind), high_wide(front, kind),
+                              low_wide(back, kind), high_wide(back, kind))  # fmt: skip
             of_first = tl.where(_bit(masks, 4 * s), x0, tl.where(_bit(masks, 4 * s + 1), x1, x2))
             of_second = tl.where(_bit(masks, 4 * s + 3), x3, tl.where(_bit(masks, 4 * s + 2), x2, x1))
-            total += _low_wide(pair, kind) * of_first
-            total += _high_wide(pair, kind) * of_second
+            total += decode_values.first(pair, stored, kind) * of_first
+            total += decode_values.second(pair, stored, kind) * of_second
+    whole = tl.sum(total, 1)
+    if stored != "":
+        whole *= decode_values.row_scales(scales, safe, stored)
     place = tl.program_id(1).to(tl.int64) * outputs + row
     counter = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-    _settle(tl.sum(total, 1), place, row < outputs, y, sums, done + counter, batch * outputs, parts, divided)
+    _settle(whole, place, row < outputs, y, sums, done + counter, batch * outputs, parts, divided)
 
 
 @triton.jit(do_not_specialize=["batch", "steps", "parts"])
 def _tiles(
-    x, pairs, words, y, sums, done, batch, outputs, groups, word_count, steps, parts,
-    kind: tl.constexpr, rows: tl.constexpr, blocks: tl.constexpr, even: tl.constexpr, stages: tl.constexpr,
-    divided: tl.constexpr,
+    x, pairs, scales, words, y, sums, done, batch, outputs, groups, word_count, steps, parts,
+    kind: tl.constexpr, stored: tl.constexpr, rows: tl.constexpr, blocks: tl.constexpr, even: tl.constexpr,
+    stages: tl.constexpr, divided: tl.constexpr,
 ):  # fmt: skip
     columns: tl.constexpr = _WORDS * blocks
     row = tl.program_id(0) * rows + tl.arange(0, rows)
@@ -250,12 +240,14 @@ def _tiles(
             else:
                 pair = tl.load(pairs + at[None, :], mask=(at < groups)[None, :], other=0)
                 four = tl.load(x + at[None, :], mask=is_sample & (at < groups)[None, :], other=0)
-            front, back = _spread(pair, masks, s)
+            front, back = _spread(decode_values.as_kind(pair, stored, kind), masks, s)
             x_front, x_back = four.to(tl.int32), (four >> 32).to(tl.int32)
-            total = _dot(_low(x_front, kind), tl.trans(_low(front, kind)), total)
-            total = _dot(_high(x_front, kind), tl.trans(_high(front, kind)), total)
-            total = _dot(_low(x_back, kind), tl.trans(_low(back, kind)), total)
-            total = _dot(_high(x_back, kind), tl.trans(_high(back, kind)), total)
+            total = _dot(low(x_front, kind), tl.trans(low(front, kind)), total)
+            total = _dot(high(x_front, kind), tl.trans(high(front, kind)), total)
+            total = _dot(low(x_back, kind), tl.trans(low(back, kind)), total)
+            total = _dot(high(x_back, kind), tl.trans(high(back, kind)), total)
+    if stored != "":
+        total *= decode_values.row_scales(scales, safe, stored)[None, :]
     place = sample.to(tl.int64)[:, None] * outputs + row[None, :]
     here = is_sample & (row < outputs)[None, :]
     _settle(total, place, here, y, sums, done + tl.program_id(0), batch * outputs, parts, divided)
@@ -290,7 +282,10 @@ def _settle(total, place, here, y, sums, counter, size, parts, divided: tl.const
 
 
 @triton.jit
-def _expand(pairs, words, whole, outputs, groups, word_count, rows: tl.constexpr):
+def _expand(
+    pairs, scales, words, whole, outputs, groups, word_count, kind: tl.constexpr, stored: tl.constexpr,
+    rows: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0) * rows + tl.arange(0, rows)
     here = (row < outputs)[:, None]
     word = tl.program_id(1) * _WORDS + tl.arange(0, _WORDS)
@@ -300,6 +295,9 @@ def _expand(pairs, words, whole, outputs, groups, word_count, rows: tl.constexpr
         group = tl.program_id(1) * _GROUPS + s * _WORDS + tl.arange(0, _WORDS)
         there = here & (group < groups)[None, :]
         pair = tl.load(pairs + first + group[None, :], mask=there, other=0)
+        if stored != "":
+            scale = decode_values.row_scales(scales, tl.minimum(row, outputs - 1), stored)
+            pair = decode_values.scaled(pair, scale[:, None], stored, kind)
         front, back = _spread(pair, masks, s)
         both = (back.to(tl.int64) << 32) | (front.to(tl.int64) & 0xFFFFFFFF)
         tl.store(whole + first + group[None, :], both, mask=there)

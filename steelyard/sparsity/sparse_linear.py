@@ -14,6 +14,9 @@ cuSPARSELt's format starts with the values in our order. If that is verified, th
 10/16 of the dense one: values 8, metadata for the library 1, masks for our kernels 1; or 11/16 if `sparse_mma` supports
 the matrix, which needs metadata in its own order.
 
+8-bit values (`row_scales.py`) take 5/16 or 6/16 of the dense module. The kernels for few rows decode them; for many
+rows the matrix is expanded in the dtype of the input.
+
 On a CPU a module expands the dense matrix for each product. This is slow and serves as the specification; models are
 loaded dense there.
 """
@@ -32,6 +35,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from steelyard.checkpoint.formats.compressed_tensors import KEPT, indices_of_row
+from steelyard.checkpoint.formats.row_scales import DTYPES as EIGHT_BIT
+from steelyard.checkpoint.formats.row_scales import ValueFormat
 from steelyard.core.console import console
 from steelyard.model import LanguageModel
 from steelyard.model.experts import ExpertLinear
@@ -45,6 +50,8 @@ LARGEST_ERROR = 0.02  # relative to the norm of the product; rounding to 16 bits
 DTYPES = (torch.bfloat16, torch.float16)
 # sparse_gemv.Way or sparse_mma.Form, whose modules need Triton; the number of a cuSPARSELt algorithm; or None: expand
 Way = Any
+# Device, dtype of the input, outputs, groups, binary logarithm of the rows, whether it is recorded, dtype of the values
+Key = tuple[torch.device, torch.dtype, int, int, int, bool, torch.dtype]
 
 
 class SparseLinear(Linear):
@@ -52,43 +59,49 @@ class SparseLinear(Linear):
 
     values: nn.Parameter | Tensor
     indices: nn.Parameter | None
+    scales: nn.Parameter | Tensor | None
     words: Tensor
     places: Tensor | None
     for_many: Tensor
 
-    def __init__(self, linear: Linear, dtype: torch.dtype) -> None:
+    def __init__(self, linear: Linear, dtype: torch.dtype, value_format: ValueFormat | None = None) -> None:
         nn.Module.__init__(self)
-        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.in_features, self.out_features, self.dtype = linear.in_features, linear.out_features, dtype
         self.bias = linear.bias
         device, rows, kept = linear.weight.device, linear.out_features, linear.in_features // 4 * KEPT
-        values = torch.empty(rows, kept, dtype=dtype, device=device)
+        stored = dtype if value_format is None else EIGHT_BIT[value_format]
+        values = torch.empty(rows, kept, dtype=stored, device=device)
         indices = torch.empty(rows, indices_of_row(linear.in_features), dtype=torch.uint8, device=device)
         self.values = nn.Parameter(values, requires_grad=False)
         self.indices = nn.Parameter(indices, requires_grad=False)
+        scales = None if value_format is None else torch.empty(rows, dtype=torch.float32, device=device)
+        self.scales = None if scales is None else nn.Parameter(scales, requires_grad=False)
 
     def prepare(self) -> None:
         """Convert the loaded weights to the formats of the kernels."""
         assert self.indices is not None
-        ours = packed(self.values.detach(), self.indices.detach())
-        theirs = _cusparselt_form(ours) if ours.values.is_cuda else None
+        scales = None if self.scales is None else self.scales.detach()
+        ours = packed(self.values.detach(), self.indices.detach(), scales)
+        theirs = _cusparselt_form(ours) if ours.values.is_cuda and scales is None else None
         values = ours.values
         if theirs is not None and torch.equal(theirs.flatten()[: values.numel()], values.flatten()):
             values = theirs.flatten()[: values.numel()].view_as(values)
-        del self.values, self.indices
+        del self.values, self.indices, self.scales
         self.register_buffer("values", values)
+        self.register_buffer("scales", scales)
         self.register_buffer("words", ours.words)
         self.register_buffer("places", ours.places if values.is_cuda else None)
-        self.register_buffer("for_many", values.new_empty(0) if theirs is None else theirs)
+        self.register_buffer("for_many", values.new_empty(0, dtype=self.dtype) if theirs is None else theirs)
 
     def forward(self, x: Tensor) -> Tensor:
         """The product, with the fastest algorithm."""
         rows = x.flatten(0, -2)
-        y: Tensor = _product(rows, self.values, self.words, self.places, self.for_many)
+        y: Tensor = _product(rows, self.values, self.words, self.places, self.for_many, self.scales)
         y = y.view(*x.shape[:-1], self.out_features)
         return y if self.bias is None else y + self.bias.to(x.dtype)
 
 
-def put(network: LanguageModel, names: list[str], dtype: torch.dtype) -> None:
+def put(network: LanguageModel, names: list[str], dtype: torch.dtype, value_format: ValueFormat | None = None) -> None:
     """Replace the linear modules of these weights by compressed ones. Experts stay dense: no kernel groups them."""
     for name in names:
         path, _, own = name.removesuffix(".weight").rpartition(".")
@@ -97,7 +110,7 @@ def put(network: LanguageModel, names: list[str], dtype: torch.dtype) -> None:
         if isinstance(linear, ExpertLinear):
             continue
         assert isinstance(linear, Linear), f"{name} is not the weight of a linear module"
-        setattr(module, own, SparseLinear(linear, dtype))
+        setattr(module, own, SparseLinear(linear, dtype, value_format))
 
 
 def prepare(network: LanguageModel) -> None:
@@ -109,7 +122,7 @@ def prepare(network: LanguageModel) -> None:
         module.prepare()
         if module.values.is_cuda:
             with torch.inference_mode():
-                module(torch.randn(1, module.in_features).to(module.values))
+                module(torch.randn(1, module.in_features).to(module.values.device, module.dtype))
 
 
 @dataclass
@@ -117,7 +130,7 @@ class Choices:
     """The fastest algorithm by GPU, matrix, rows, and whether calls are recorded in a graph."""
 
     for_graphs: bool = False
-    found: dict[tuple[object, ...], Way] = field(default_factory=dict)
+    found: dict[Key, Way] = field(default_factory=dict)
 
 
 CHOICES = Choices()  # Measurements of the process, shared by all models.
@@ -134,10 +147,12 @@ def for_graphs() -> Iterator[None]:
 
 
 @torch.library.custom_op("steelyard::sparse_product", mutates_args=())
-def _product(x: Tensor, values: Tensor, words: Tensor, places: Tensor | None, for_many: Tensor) -> Tensor:
-    held = Packed(values, words, places)
+def _product(
+    x: Tensor, values: Tensor, words: Tensor, places: Tensor | None, for_many: Tensor, scales: Tensor | None
+) -> Tensor:
+    held = Packed(values, words, places, scales)
     if not x.is_cuda:
-        return F.linear(x, dense(held))
+        return F.linear(x, dense(held).to(x.dtype))
     key = _key(x, held)
     if key in CHOICES.found:
         way = CHOICES.found[key]
@@ -149,7 +164,9 @@ def _product(x: Tensor, values: Tensor, words: Tensor, places: Tensor | None, fo
 
 
 @_product.register_fake
-def _(x: Tensor, values: Tensor, words: Tensor, places: Tensor | None, for_many: Tensor) -> Tensor:
+def _(
+    x: Tensor, values: Tensor, words: Tensor, places: Tensor | None, for_many: Tensor, scales: Tensor | None
+) -> Tensor:
     return x.new_empty(x.shape[0], values.shape[0])
 
 
@@ -199,9 +216,10 @@ def choose(x: Tensor, held: Packed, for_many: Tensor) -> Way:
     return best
 
 
-def _key(x: Tensor, held: Packed) -> tuple[object, ...]:
+def _key(x: Tensor, held: Packed) -> Key:
     """The key of a measurement: rows up to the same power of two share one."""
-    return (x.device, x.dtype, held.outputs, held.groups, (len(x) - 1).bit_length(), CHOICES.for_graphs)
+    rows = (len(x) - 1).bit_length()
+    return (x.device, x.dtype, held.outputs, held.groups, rows, CHOICES.for_graphs, held.values.dtype)
 
 
 def _milliseconds(product: Callable[[], Tensor]) -> float:
@@ -231,7 +249,7 @@ def _milliseconds(product: Callable[[], Tensor]) -> float:
 def _expanded_product(x: Tensor, held: Packed) -> Tensor:
     from steelyard.sparsity import sparse_gemv
 
-    return F.linear(x, sparse_gemv.expand(held))
+    return F.linear(x, sparse_gemv.expand(held, x.dtype))
 
 
 def _cusparselt_form(held: Packed) -> Tensor | None:

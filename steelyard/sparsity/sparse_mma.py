@@ -22,8 +22,11 @@ Weights are read once and bypass the L1 cache, which is left to the inputs. Inpu
 each thread reads twice what it needs: up to 8 rows this is hidden by the weights. More rows are first reordered by
 `arrange`, a kernel of one to two microseconds, and are then read like the weights.
 
+Values of 8 bits are read in the same order, half as many bytes at a time, and become 16-bit floats in registers
+(`decode_values.py`); the scales of the rows are applied to the sums.
+
 The specification is that of `sparse_gemv.py`. Triton's interpreter does not support inline assembly, so tests replace
-`_four`, `_four_once` and `_multiply` by a model of it.
+`_four`, `_four_once`, `_two_once` and `_multiply` by a model of it.
 """
 
 # Kernels have no types that mypy could check.
@@ -41,6 +44,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from steelyard.sparsity import decode_values
 from steelyard.sparsity.semi_structured import TILE, Packed
 
 KINDS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -103,10 +107,11 @@ def few_rows(x_BI: Tensor, packed: Packed, form: Form) -> Tensor:
     if form.parts > 1:
         sums = torch.empty(form.parts, batch, outputs, dtype=torch.float32, device=x.device)
         done = counters(x.device)
+    pairs, scales, stored = decode_values.operands(packed)
     multiply_few[(outputs // (TILE * form.tiles * form.across), form.parts)](
-        x, packed.values.view(torch.int32), packed.places, y_BO, sums, done, batch, outputs, packed.groups, pieces,
-        pieces // (form.along * form.parts), form.parts, KINDS[x_BI.dtype], more, form.tiles, form.across, form.along,
-        form.parts > 1, num_warps=form.across * form.along,
+        x, pairs, scales, packed.places, y_BO, sums, done, batch, outputs, packed.groups, pieces,
+        pieces // (form.along * form.parts), form.parts, KINDS[x_BI.dtype], stored, more, form.tiles, form.across,
+        form.along, form.parts > 1, num_warps=form.across * form.along,
     )  # fmt: skip
     return y_BO
 
@@ -136,6 +141,15 @@ def _four_once(address):
 
 
 @triton.jit
+def _two_once(address):
+    """Load eight bytes as two words, past the L1 cache."""
+    return tl.inline_asm_elementwise(
+        "ld.global.nc.L1::no_allocate.v2.b32 {$0, $1}, [$2];", "=r,=r,l", [address],
+        dtype=(tl.int32, tl.int32), is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
 def _multiply(t0, t1, t2, t3, a0, a1, a2, a3, b0, b1, b2, b3, places, late: tl.constexpr, kind: tl.constexpr):
     """Totals plus the product; `late` selects the metadata of threads with q > 1."""
     name: tl.constexpr = "bf16" if kind == tl.bfloat16 else "f16"
@@ -150,10 +164,30 @@ def _multiply(t0, t1, t2, t3, a0, a1, a2, a3, b0, b1, b2, b3, places, late: tl.c
 
 
 @triton.jit
-def _weights(address, row_bytes):
+def _weights(address, row_bytes, stored: tl.constexpr, kind: tl.constexpr):
     """A thread's words of a tile: slots q and q + 4 of row g and of row g + 8, for the four i."""
     below = address + 8 * row_bytes
-    return _four_once(address), _four_once(below), _four_once(address + 64), _four_once(below + 64)
+    further: tl.constexpr = 64 if stored == "" else 32
+    return (
+        _four_groups(address, stored, kind),
+        _four_groups(below, stored, kind),
+        _four_groups(address + further, stored, kind),
+        _four_groups(below + further, stored, kind),
+    )
+
+
+@triton.jit
+def _four_groups(address, stored: tl.constexpr, kind: tl.constexpr):
+    if stored == "":
+        return _four_once(address)
+    else:
+        w0, w1 = _two_once(address)
+        return (
+            decode_values.as_kind(w0, stored, kind),
+            decode_values.as_kind(w0 >> 16, stored, kind),
+            decode_values.as_kind(w1, stored, kind),
+            decode_values.as_kind(w1 >> 16, stored, kind),
+        )
 
 
 @triton.jit
@@ -208,9 +242,9 @@ def arrange(x, arranged, batch, words_of_row, at_once: tl.constexpr):
 
 @triton.jit(do_not_specialize=["batch", "steps", "parts"])
 def multiply_few(
-    x, pairs, places, y, sums, done, batch, outputs, groups, pieces, steps, parts,
-    kind: tl.constexpr, more: tl.constexpr, tiles: tl.constexpr, across: tl.constexpr, along: tl.constexpr,
-    divided: tl.constexpr,
+    x, pairs, scales, places, y, sums, done, batch, outputs, groups, pieces, steps, parts,
+    kind: tl.constexpr, stored: tl.constexpr, more: tl.constexpr, tiles: tl.constexpr, across: tl.constexpr,
+    along: tl.constexpr, divided: tl.constexpr,
 ):  # fmt: skip
     """A program's part of a product; `more` than 8 input rows are arranged, and take a second instruction."""
     thread = tl.arange(0, 32 * across * along)
@@ -218,7 +252,8 @@ def multiply_few(
     odd = q % 2 == 1
     first_tile = tl.program_id(0) * (tiles * across)
     tile = first_tile + thread // 32 % across * tiles
-    row_bytes = 4 * groups.to(tl.int64)
+    group_bytes: tl.constexpr = 4 if stored == "" else 2
+    row_bytes = group_bytes * groups.to(tl.int64)
     weights_at = (pairs + (tile * 16 + g).to(tl.int64) * groups + 4 * q).to(tl.int64)
     places_at = (places + tile.to(tl.int64) * pieces * 128 + thread % 32 * 4).to(tl.int64)
     if more:
@@ -236,9 +271,10 @@ def multiply_few(
         if tiles > 1:
             f = _four_once(places_at + 512 * pieces + 512 * piece)
         for t in tl.static_range(2):
-            w = _weights(weights_at + 256 * piece + 128 * t, row_bytes)
+            words_at = weights_at + group_bytes * (64 * piece + 32 * t)
+            w = _weights(words_at, row_bytes, stored, kind)
             if tiles > 1:
-                v = _weights(weights_at + 16 * row_bytes + 256 * piece + 128 * t, row_bytes)
+                v = _weights(words_at + 16 * row_bytes, row_bytes, stored, kind)
             at = inputs_at + bytes_of_t * (2 * piece + t)
             inputs = _inputs(at, odd, more)
             upper = _four_times(upper, w, inputs, e[2 * t], e[2 * t + 1], kind)
@@ -250,13 +286,13 @@ def multiply_few(
                 if tiles > 1:
                     lower_more = _four_times(lower_more, v, inputs, f[2 * t], f[2 * t + 1], kind)
     whole = sums + tl.program_id(1).to(tl.int64) * batch * outputs if divided else y
-    _write(upper, first_tile, 0, whole, batch, outputs, tiles, across, along)
+    _write(upper, first_tile, 0, whole, scales, batch, outputs, stored, tiles, across, along)
     if tiles > 1:
-        _write(lower, first_tile + 1, 0, whole, batch, outputs, tiles, across, along)
+        _write(lower, first_tile + 1, 0, whole, scales, batch, outputs, stored, tiles, across, along)
     if more:
-        _write(upper_more, first_tile, 8, whole, batch, outputs, tiles, across, along)
+        _write(upper_more, first_tile, 8, whole, scales, batch, outputs, stored, tiles, across, along)
         if tiles > 1:
-            _write(lower_more, first_tile + 1, 8, whole, batch, outputs, tiles, across, along)
+            _write(lower_more, first_tile + 1, 8, whole, scales, batch, outputs, stored, tiles, across, along)
     if divided:
         tl.debug_barrier()  # One thread increments the counter, only after all others have written.
         if tl.atomic_add(done + tl.program_id(0), 1, sem="acq_rel") == parts - 1:
@@ -266,8 +302,9 @@ def multiply_few(
 
 @triton.jit
 def _write(
-    total, tile, first: tl.constexpr, y, batch, outputs, tiles: tl.constexpr, across: tl.constexpr, along: tl.constexpr
-):
+    total, tile, first: tl.constexpr, y, scales, batch, outputs, stored: tl.constexpr, tiles: tl.constexpr,
+    across: tl.constexpr, along: tl.constexpr,
+):  # fmt: skip
     """Sum over the warps that share a tile, and write 16 rows of 8."""
     threads: tl.constexpr = 32 * across
     by_warp = (tl.reshape(total[0], (along, threads)), tl.reshape(total[1], (along, threads)),
@@ -278,7 +315,10 @@ def _write(
     for number in tl.static_range(4):
         sample = first + 2 * (thread % 4) + number % 2
         place = sample.to(tl.int64) * outputs + row + 8 * (number // 2)
-        tl.store(y + place, whole[number].to(y.dtype.element_ty), mask=sample < batch, cache_modifier=".cg")
+        result = whole[number]
+        if stored != "":
+            result *= decode_values.row_scales(scales, row + 8 * (number // 2), stored)
+        tl.store(y + place, result.to(y.dtype.element_ty), mask=sample < batch, cache_modifier=".cg")
 
 
 @triton.jit

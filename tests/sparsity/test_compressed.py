@@ -281,9 +281,9 @@ def test_a_shape_is_measured_with_random_weights(tmp_path, monkeypatch, capsys):
         parts = [source.tensor(name.removesuffix(WEIGHT) + part) for part in (VALUES, INDICES)]
         assert all(map(torch.equal, parts, compress(source.tensor(name))))
     words = ("--device", "cpu", "--prompt", "8", "--context", "4", "--batch", "2", "--json")
-    assert run("bench", "sparse", "--shape", "small.toml", *words) == 0
+    assert run("bench", "sparse", "--shape", "small.toml", "--values", "int8", *words) == 0
     rows = {row["what"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
-    assert rows["memory"]["sparse"] < rows["memory"]["dense"]
+    assert rows["memory"]["int8"] < rows["memory"]["sparse"] < rows["memory"]["dense"]
     assert run("bench", "sparse", *words) == 2
     assert "either a checkpoint or --shape" in capsys.readouterr().err
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from steelyard.checkpoint.formats.compressed_tensors import compress, expanded
+from steelyard.checkpoint.formats.row_scales import quantized
 from steelyard.sparsity.patterns import Pattern
 from steelyard.sparsity.semi_structured import dense, packed
 
@@ -25,6 +26,12 @@ def matrix(outputs, inputs, dtype=torch.bfloat16, seed=0):
 
 def compressed(weight):
     return packed(*compress(weight))
+
+
+def eight_bit(weight, kind):
+    values, indices = compress(weight)
+    values, scales = quantized(values, kind)
+    return packed(values, indices, scales)
 
 
 @pytest.mark.parametrize("inputs", [8, 12, 1024, 1028])
@@ -99,6 +106,32 @@ def test_every_way_gives_the_same_product(rows):
                 torch.testing.assert_close(y.double(), expected, rtol=1e-2, atol=0.02 * expected.std().item())
 
 
+@pytest.mark.parametrize(("kind", "dtype"), [("int8", torch.bfloat16), ("fp8", torch.bfloat16), ("fp8", torch.float16)])
+def test_8_bit_values_are_decoded_and_scaled(kind, dtype):
+    from steelyard.sparsity import sparse_gemv
+
+    weight = matrix(9, 524) * torch.logspace(-3, 3, 9)[:, None].to(DEVICE)  # Each row has its own scale.
+    held = eight_bit(weight, kind)
+    torch.testing.assert_close(sparse_gemv.expand(held, dtype).float(), dense(held), rtol=2**-7, atol=1e-4)
+    for rows, way in ((1, sparse_gemv.VECTORS[0]), (3, replace(sparse_gemv.TILES[0], parts=2))):
+        x = torch.randn(rows, 524, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
+        y = sparse_gemv.few_rows(x, held, way).double() / held.scales  # Rows of one magnitude, so that each one counts.
+        expected = x.double() @ dense(held).double().t() / held.scales
+        torch.testing.assert_close(y, expected, rtol=1e-2, atol=0.02 * expected.std().item())
+
+
+def test_every_8_bit_code_is_decoded_exactly():
+    from steelyard.sparsity import sparse_gemv
+
+    codes = torch.arange(256, dtype=torch.int16, device=DEVICE).to(torch.uint8)
+    numbers = codes[(codes & 127) != 127]  # The other two codes of e4m3 are NaN.
+    for each, dtype in ((codes, torch.int8), (numbers, torch.float8_e4m3fn)):
+        values = torch.stack([each, each.flip(0)], 1).view(dtype)  # one group per row, both bytes of its word
+        indices = torch.full((len(each), 1), 0b1001, dtype=torch.uint8, device=DEVICE)
+        held = packed(values, indices, torch.ones(len(each), device=DEVICE))
+        assert torch.equal(sparse_gemv.expand(held, torch.bfloat16).float(), dense(held)), dtype
+
+
 def test_ways_divide_the_inputs_where_rows_are_too_few_and_not_where_they_are_many():
     from steelyard.sparsity import sparse_gemv
     from steelyard.sparsity.semi_structured import Packed
@@ -118,8 +151,12 @@ def test_ways_divide_the_inputs_where_rows_are_too_few_and_not_where_they_are_ma
 # thread; on a GPU they are the hardware's.
 def loaded(address):
     """`ld.global.v4`: four words from each thread's address."""
-    raw = np.array([(ctypes.c_int32 * 4).from_address(int(at)) for at in address.handle.data])
-    return tuple(_vector(raw[:, number].copy(), tl.int32, address) for number in range(4))
+    return _words(address, 4)
+
+
+def _words(address, count):
+    raw = np.array([(ctypes.c_int32 * count).from_address(int(at)) for at in address.handle.data])
+    return tuple(_vector(raw[:, number].copy(), tl.int32, address) for number in range(count))
 
 
 def multiplied(*operands):
@@ -163,28 +200,32 @@ def _vector(numbers, dtype, like):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("rows", "outputs", "inputs", "form"),
+    ("rows", "outputs", "inputs", "form", "kind"),
     [
-        (2, 16, 1024, (1, 1, 2)),
-        (8, 32, 512, (2, 1, 1)),
-        (3, 64, 512, (2, 2, 1)),
-        (11, 32, 512, (2, 1, 2)),
-        (16, 32, 1024, (1, 2, 1, 4)),
-        (5, 32, 1536, (1, 1, 2, 3)),
+        (2, 16, 1024, (1, 1, 2), None),
+        (8, 32, 512, (2, 1, 1), None),
+        (3, 64, 512, (2, 2, 1), None),
+        (11, 32, 512, (2, 1, 2), None),
+        (16, 32, 1024, (1, 2, 1, 4), None),
+        (5, 32, 1536, (1, 1, 2, 3), None),
+        (3, 32, 512, (2, 1, 1), "int8"),
+        (9, 16, 1024, (1, 1, 2, 2), "fp8"),
     ],
 )
-def test_the_instruction_for_sparse_matrices_is_given_what_it_wants(monkeypatch, rows, outputs, inputs, form):
+def test_the_instruction_for_sparse_matrices_is_given_what_it_wants(monkeypatch, rows, outputs, inputs, form, kind):
     from steelyard.sparsity import sparse_mma
 
     if DEVICE == "cpu":
         monkeypatch.setattr(sparse_mma, "_four", loaded)
         monkeypatch.setattr(sparse_mma, "_four_once", loaded)
+        monkeypatch.setattr(sparse_mma, "_two_once", lambda address: _words(address, 2))
         monkeypatch.setattr(sparse_mma, "_multiply", multiplied)
     weight = matrix(outputs, inputs)
     x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(1)).to(DEVICE, torch.bfloat16)
+    held = compressed(weight) if kind is None else eight_bit(weight, kind)
     for _ in range(2):  # Counters are at zero again after the first.
-        y = sparse_mma.few_rows(x, compressed(weight), sparse_mma.Form(*form))
-        expected = x.double() @ weight.double().t()
+        y = sparse_mma.few_rows(x, held, sparse_mma.Form(*form))
+        expected = x.double() @ dense(held).double().t()
         torch.testing.assert_close(y.double(), expected, rtol=1e-2, atol=0.02 * expected.std().item())
 
 

@@ -14,6 +14,13 @@ This is 9/16 of the size of the matrix in bf16. A group with more than two zeros
 an odd multiple of four, a row of indices ends with half a byte of zeros. The weight of experts is [experts, out, in],
 and its values and indices have the same first dimension. All other tensors are stored unchanged. The
 metadata of each file has `format` "steelyard-2:4" and `version` "1".
+
+Version "2" has values of 8 bits, and a third tensor for each matrix; its metadata also has `values`, "fp8" or "int8":
+
+    layers.N.<...>.values     [out, in / 2], F8_E4M3 or I8: each weight divided by the scale of its row
+    layers.N.<...>.scales     [out], F32 (`row_scales.py`)
+
+This is 5/16 of the size of the matrix in bf16. `sparse_format` in config.json repeats the metadata.
 """
 
 from __future__ import annotations
@@ -21,6 +28,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,15 +38,47 @@ from steelyard.checkpoint.formats import hf_config as configs
 from steelyard.checkpoint.formats import safetensors
 from steelyard.checkpoint.formats.huggingface import tokenizer_files
 from steelyard.checkpoint.formats.mapped_tensors import widest
+from steelyard.checkpoint.formats.row_scales import DTYPES, ValueFormat, dequantized
 from steelyard.checkpoint.formats.source import TABLES, CheckpointSource, padded
 from steelyard.core.errors import UserError
 from steelyard.core.files import inside
 from steelyard.core.safe_parse import read_json_object
 
-FORMAT, VERSION = "steelyard-2:4", "1"
-VALUES, INDICES, WEIGHT = ".values", ".indices", ".weight"
+FORMAT, VERSION, VERSION_8_BIT = "steelyard-2:4", "1", "2"
+STATED = "sparse_format"  # in config.json
+VALUES, INDICES, SCALES, WEIGHT = ".values", ".indices", ".scales", ".weight"
+PARTS = (VALUES, INDICES, SCALES)
 GROUP, KEPT = 4, 2
 AGAIN = "export or copy it again"
+
+
+def declaration(kind: ValueFormat | None) -> dict[str, str]:
+    """What the metadata of each file and config.json say about the format."""
+    return {"format": FORMAT, "version": VERSION} if kind is None else {
+        "format": FORMAT, "version": VERSION_8_BIT, "values": kind
+    }  # fmt: skip
+
+
+def declared(about: Mapping[str, Any], where: Path) -> ValueFormat | None:
+    """The format of the values of a file, from its metadata."""
+    if about.get("format") != FORMAT:
+        raise UserError("this is not a file of compressed 2:4 weights", where=str(where), hint=AGAIN)
+    if about.get("version") == VERSION:
+        return None
+    if about.get("version") != VERSION_8_BIT:
+        raise UserError(
+            f"version {about.get('version')} of compressed 2:4 weights is not supported",
+            where=str(where),
+            hint=f"supported are {VERSION} and {VERSION_8_BIT}; update Steelyard",
+        )
+    for kind in DTYPES:
+        if about.get("values") == kind:
+            return kind
+    raise UserError(
+        f"compressed 2:4 weights with {about.get('values')} values are not supported",
+        where=str(where),
+        hint=f"supported are {', '.join(DTYPES)}; update Steelyard",
+    )
 
 
 def opened(path: Path) -> CompressedSource | None:
@@ -58,17 +98,22 @@ class CompressedSource(CheckpointSource):
 
     def __init__(self, path: Path, files: list[Path]) -> None:
         hf = read_json_object(inside(path / "config.json"))
+        stated = hf.pop(STATED, None)
         self.path, self.config = path, configs.config_from_hf(hf, str(path / "config.json"))
         self.places: dict[str, safetensors.Extent] = {}
+        kinds = [declared(safetensors.metadata(file), file) for file in files]
+        self.value_format = kinds[0]
+        if any(kind != self.value_format for kind in kinds) or stated not in (None, declaration(self.value_format)):
+            raise UserError(
+                f"the files and {STATED} in config.json declare different formats", where=str(path), hint=AGAIN
+            )
         for file in files:
-            about = safetensors.metadata(file)
-            if (about.get("format"), about.get("version")) != (FORMAT, VERSION):
-                raise UserError("this is not a file of compressed 2:4 weights", where=str(file), hint=AGAIN)
             self.places |= safetensors.extents(file)
         self.compressed = [name.removesuffix(VALUES) + WEIGHT for name in self.places if name.endswith(VALUES)]
         for name in self.compressed:
             self._check(name)
-        floats = {place.dtype for name, place in self.places.items() if not name.endswith(INDICES)}
+        not_floats = (INDICES,) if self.value_format is None else PARTS
+        floats = {place.dtype for name, place in self.places.items() if not name.endswith(not_floats)}
         self.dtype = widest(floats, path)
         self.layout = {"files": len(files), "compressed": len(self.compressed)}
         generation = path / "generation_config.json"
@@ -85,13 +130,26 @@ class CompressedSource(CheckpointSource):
             fits = kept % KEPT == 0 and indices.size == (*rows, indices_of_row(2 * kept))
         if not fits:
             raise UserError(f"the indices of {name} do not fit its values", where=str(self.path), hint=AGAIN)
+        scales = self.places.get(scales_of(name))
+        if self.value_format is None:
+            fits = scales is None
+        else:
+            assert values is not None
+            fits = scales is not None and (scales.dtype, scales.size) == (torch.float32, values.size[:-1])
+            fits = fits and values.dtype == DTYPES[self.value_format]
+        if not fits:
+            raise UserError(
+                f"the values and scales of {name} are not those of {self.value_format or 'unscaled'} values",
+                where=str(self.path),
+                hint=AGAIN,
+            )
 
     def names(self) -> list[str]:
-        dense = [name for name in self.places if not name.endswith((VALUES, INDICES))]
+        dense = [name for name in self.places if not name.endswith(PARTS)]
         return dense + self.compressed
 
     def sizes(self) -> dict[str, tuple[int, ...]]:
-        sizes = {name: self.places[name].size for name in self.places if not name.endswith((VALUES, INDICES))}
+        sizes = {name: self.places[name].size for name in self.places if not name.endswith(PARTS)}
         for name in self.compressed:
             *rows, kept = self.places[parts_of(name)[0]].size
             sizes[name] = (*rows, 2 * kept)
@@ -100,9 +158,11 @@ class CompressedSource(CheckpointSource):
     def tensor(self, name: str) -> Tensor:
         if name in self.places:
             whole = self.places[name].read()
-            refuse_nonfinite({name: whole}, self.path)
+            refuse_nonfinite({name: whole.float() if whole.dtype == torch.float8_e4m3fn else whole}, self.path)
             return padded(whole, self.config) if name in TABLES else whole
         values, indices = (self.places[part].read() for part in parts_of(name))
+        if self.value_format is not None:
+            values = dequantized(values, self.places[scales_of(name)].read())
         refuse_nonfinite({name: values}, self.path)
         return expanded(values, indices, f"{self.path}: {name}")
 
@@ -111,6 +171,11 @@ def parts_of(name: str) -> tuple[str, str]:
     """The names of a compressed matrix's values and indices."""
     stem = name.removesuffix(WEIGHT)
     return stem + VALUES, stem + INDICES
+
+
+def scales_of(name: str) -> str:
+    """The name of a compressed matrix's scales."""
+    return name.removesuffix(WEIGHT) + SCALES
 
 
 def codes_of(indices: Tensor, groups: int) -> Tensor:

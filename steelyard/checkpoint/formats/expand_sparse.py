@@ -6,8 +6,9 @@
     python folder/expand_sparse.py dense        # a plain Hugging Face folder with the zeros
 
 A matrix is stored as `values`, the two weights that are kept of every four, and `indices`, two bits for each: its
-place in the group, the first in the lower bits, two groups to a byte. `sparse_names.json` lists the tensors of
-transformers and the stored tensors that each consists of.
+place in the group, the first in the lower bits, two groups to a byte. In version 2 the values are 8-bit (fp8 e4m3 or
+int8), and are multiplied by `scales`, one for each row. `sparse_names.json` lists the tensors of transformers and the
+stored tensors that each consists of.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 NAMES = "sparse_names.json"
+STATED = "sparse_format"  # in config.json
+FORMATS = {("steelyard-2:4", "1", None), ("steelyard-2:4", "2", "fp8"), ("steelyard-2:4", "2", "int8")}
 SHARD_BYTES = 5_000_000_000
 
 
@@ -48,6 +51,7 @@ class SparseForCausalLM:
         if config is None:
             config = transformers.AutoConfig.from_pretrained(folder)
         config.auto_map = None  # What is saved from the model is dense.
+        vars(config).pop(STATED, None)
         model = getattr(transformers, config.architectures[0])
         given = {key: options[key] for key in ("dtype", "torch_dtype", "device_map") if options.get(key) is not None}
         if not given.keys() & {"dtype", "torch_dtype"}:
@@ -56,10 +60,15 @@ class SparseForCausalLM:
 
 
 def expanded_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """The dense tensors by their names in transformers."""
+    """The dense tensors by their names in transformers, in the dtype of config.json."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    dtype: torch.dtype = getattr(torch, config["torch_dtype"])
     files: dict[str, Any] = {}
     for file in sorted(folder.glob("sparse*.safetensors")):
         opened: Any = safe_open(file, "pt")
+        about = opened.metadata()
+        if (about.get("format"), about.get("version"), about.get("values")) not in FORMATS:
+            raise ValueError(f"{file}: this loader does not know {about}")
         files |= dict.fromkeys(opened.keys(), opened)
 
     def stored(name: str) -> Tensor:
@@ -68,6 +77,9 @@ def expanded_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
             return whole
         stem = name.removesuffix(".weight")
         values, indices = (files[f"{stem}.{part}"].get_tensor(f"{stem}.{part}") for part in ("values", "indices"))
+        scales = f"{stem}.scales"
+        if scales in files:
+            values = (values.float() * files[scales].get_tensor(scales)[..., None]).to(dtype)
         return expanded(values, indices)
 
     for entry in json.loads((folder / NAMES).read_text(encoding="utf-8")):
@@ -95,7 +107,8 @@ def write_dense(folder: Path, destination: Path) -> None:
         if file.is_file() and not own and not file.match("sparse*.safetensors"):
             shutil.copy(file, destination)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    config.pop("auto_map", None)
+    for key in ("auto_map", STATED):
+        config.pop(key, None)
     shards: list[dict[str, Tensor]] = [{}]
     filled = 0
     weight_map: dict[str, int] = {}

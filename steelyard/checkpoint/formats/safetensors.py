@@ -21,7 +21,8 @@ from torch import Tensor
 from steelyard.core.errors import CorruptFileError, UserError
 
 DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U8": torch.uint8,
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "U8": torch.uint8, "I8": torch.int8,
 }  # fmt: skip
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 LARGEST_HEADER = 100_000_000

@@ -84,7 +84,7 @@ def convert(
                 _write_configs(source, folder, dtype, extra)
             elif target.to == "compressed":
                 write_compressed.write(supply, folder, target.shard_bytes)
-                _write_configs(source, folder, dtype, extra | {"auto_map": write_compressed.AUTO_MAP})
+                _write_configs(source, folder, dtype, extra, write_compressed.config_keys(source))
             elif target.to == "steelyard":
                 _write_steelyard(supply, folder, extra)
             else:
@@ -215,12 +215,12 @@ class Supply:
         """The size of one tensor of the target format."""
         return theirs_size(entry, self.sizes)
 
-    def tensor(self, name: str) -> Tensor:
-        """One of our tensors in the target dtype. It must be finite: the maximum of fp16 is 65504."""
-        tensor = self.source.tensor(name)
+    def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """One of our tensors in the target dtype, or another. It must be finite: the maximum of fp16 is 65504."""
+        tensor, dtype = self.source.tensor(name), dtype or self.dtype
         if tensor.is_floating_point():
-            tensor = tensor.to(self.dtype)
-        hint = f"as {str(self.dtype).removeprefix('torch.')}; choose another dtype, or use another checkpoint"
+            tensor = tensor.to(dtype)
+        hint = f"as {str(dtype).removeprefix('torch.')}; choose another dtype, or use another checkpoint"
         refuse_nonfinite({name: tensor}, self.source.path, hint)
         return tensor
 
@@ -271,9 +271,14 @@ def _shards(entries: Iterable[Entry], supply: Supply, limit: int) -> Iterator[li
     yield shard
 
 
-def _write_configs(source: CheckpointSource, folder: Path, dtype: torch.dtype, extra: dict[str, Any]) -> None:
-    loader = {"auto_map": extra["auto_map"]} if "auto_map" in extra else {}
-    files.write_json(folder / "config.json", configs.config_to_hf(source.config, dtype, extra) | loader)
+def _write_configs(
+    source: CheckpointSource,
+    folder: Path,
+    dtype: torch.dtype,
+    extra: dict[str, Any],
+    more: dict[str, Any] | None = None,
+) -> None:
+    files.write_json(folder / "config.json", configs.config_to_hf(source.config, dtype, extra) | (more or {}))
     special = {key: extra[key] for key in extras.SPECIAL if extra.get(key) is not None}
     generation = dict(extra.get("generation_config") or {"_from_model_config": True, **special})
     if generation.get("eos_token_id") is None and "eos_token_id" in special:  # transformers reads it only here.
