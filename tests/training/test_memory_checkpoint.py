@@ -93,16 +93,28 @@ class Killed:
     copies: Path
 
 
-@pytest.fixture(scope="module")
+def in_tmpfs() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(
+        dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None, prefix="steelyard-test-"
+    )
+
+
+@pytest.fixture
 def memory() -> Iterator[Path]:
-    """A folder in tmpfs."""
-    tmpfs = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    with tempfile.TemporaryDirectory(dir=tmpfs, prefix="steelyard-test-") as folder:
+    """A folder in tmpfs for one test."""
+    with in_tmpfs() as folder:
         yield Path(folder)
 
 
 @pytest.fixture(scope="module")
-def killed(tmp_path_factory: pytest.TempPathFactory, memory: Path) -> Killed:
+def memory_of_killed() -> Iterator[Path]:
+    with in_tmpfs() as folder:
+        yield Path(folder)
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory, memory_of_killed: Path) -> Killed:
+    memory = memory_of_killed
     folder = tmp_path_factory.mktemp("memory")
     write_tokens(folder / "tokens_text_document")
     (folder / "tiny.toml").write_text(TINY)
