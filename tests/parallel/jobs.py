@@ -50,6 +50,11 @@ def training(overrides: list[str], run: str, extension: Extension | None = None,
     return "\n".join(said)
 
 
+def gloo_threads() -> int:
+    """How many threads of process groups this rank has."""
+    return sum(path.read_text() == "gloo_tcp_loop\n" for path in Path("/proc/self/task").glob("*/comm"))
+
+
 def training_in_fp8(overrides: list[str], run: str) -> str:
     """The same in fp8 on a CPU, which computes the products from rounded values."""
     asked, devices.has_fp8 = devices.has_fp8, lambda is_cuda: True

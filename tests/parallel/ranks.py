@@ -121,6 +121,7 @@ class Ranks:
 def serve(wire: Any, folder: Path) -> None:
     """The life of a rank: jobs come in, results go out, until the other end is closed."""
     import torch
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)  # Memory that nobody has set is full of NaN.
@@ -137,4 +138,7 @@ def serve(wire: Any, folder: Path) -> None:
                 wire.send((True, job(*arguments)))
             except BaseException:
                 wire.send((False, traceback.format_exc(limit=-6)))
-            gc.collect()  # Process groups lie in cycles, and each has threads of its own as long as it lives.
+            # A process group has threads of its own, which wake often, as long as it lives. Groups lie in cycles, and
+            # DTensor's cache of shardings holds their meshes.
+            _clear_sharding_prop_cache()
+            gc.collect()

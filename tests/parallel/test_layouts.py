@@ -8,6 +8,7 @@ gradient counted twice, or a sum that misses a rank, is off by 1e-3 and more.
 """
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -81,6 +82,13 @@ def test_ranks_that_fail_or_hang_are_told_in_time_and_replaced(layouts: Layouts)
         layouts.ranks.do(2, jobs.hanging, seconds=1)
     first, second = layouts.ranks.do(2, os.getpid)
     assert first != second
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="the names of threads are in /proc")
+def test_the_process_groups_of_a_job_end_with_it(layouts: Layouts):
+    """Hundreds of them, each of whose threads wakes a hundred times a second, take more time than the tests."""
+    layouts.run(2, "llama", *parallel(zero=0))
+    assert layouts.ranks.do(2, jobs.gloo_threads) == [0, 0]
 
 
 def test_a_job_of_a_rank_that_crashed_in_native_code_is_done_once_more(layouts: Layouts, tmp_path):
