@@ -113,4 +113,4 @@ def test_an_animated_image_shows_a_run_that_is_killed_and_resumed(in_workplace, 
     durations = [milliseconds for _, milliseconds in shown]
     first.save(path, save_all=True, append_images=others, duration=durations, loop=0, quality=72, method=4)
     assert path.stat().st_size < MOST_BYTES
-    assert image.open(path).n_frames > 8
+    assert image.open(path).n_frames >= 6  # the list, the run at its end, smoothed, zoomed, by time, its attempts

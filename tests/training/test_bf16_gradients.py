@@ -84,6 +84,7 @@ def test_an_optimizer_computes_in_fp32_from_bf16_gradients(name):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_kernels_do_too(name):
     pytest.importorskip("triton")

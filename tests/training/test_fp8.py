@@ -108,6 +108,7 @@ def test_a_compiled_product_is_the_same():
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("scaling", PRODUCTS)
 def test_a_gpu_computes_what_a_cpu_does(scaling, compiled):
