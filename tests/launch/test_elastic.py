@@ -238,15 +238,15 @@ def test_an_attempt_waits_for_the_lock_of_a_lost_node(run: Path, held: subproces
 
 
 def test_a_lock_that_is_not_released_ends_the_run_with_its_owner(run: Path, held: subprocess.Popen, monkeypatch):
-    told: list[str] = []
-    assert not lock_wait.until_free(run, [signal.SIGUSR1], told.append)
+    messages: list[str] = []
+    assert not lock_wait.until_free(run, [signal.SIGUSR1], messages.append)
     monkeypatch.setattr(lock_wait, "SECONDS_TO_RELEASE", 0.0)
     monkeypatch.setattr(lock_wait, "SECONDS_BETWEEN_TRIES", 0.01)
     with pytest.raises(RuntimeFailure, match="still in use by process 7 on b2 after 0 s"):
-        lock_wait.until_free(run, [], told.append)
-    assert len(told) == 1
+        lock_wait.until_free(run, [], messages.append)
+    assert len(messages) == 1
     held.communicate(timeout=60)
-    assert lock_wait.until_free(run, [], told.append)
+    assert lock_wait.until_free(run, [], messages.append)
 
 
 @pytest.mark.slow

@@ -27,6 +27,12 @@ def browser():
 
 
 @pytest.fixture
+def folder(tmp_path: Path) -> Folder:
+    """A run that can be given troubles."""
+    return Folder(tmp_path / "run")
+
+
+@pytest.fixture
 def runs(tmp_path: Path) -> Path:
     """A healthy run and one whose name and logs try to be more than text."""
     now = time.time()

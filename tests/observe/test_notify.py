@@ -18,11 +18,6 @@ from tests.observe.troubles import frozen, spike
 APPEND = "import sys; open(sys.argv[1], 'a').write(sys.stdin.read() + '\\n')"
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Folder:
-    return Folder(tmp_path / "run")
-
-
 def with_target(folder: Folder, target: object) -> None:
     value = json.dumps(target)
     (folder.path / "recipe.toml").write_text(RECIPE.replace("[log]", f"[log]\non_verdict = {value}"))

@@ -71,11 +71,6 @@ from tests.observe.troubles import (
 )
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Folder:
-    return Folder(tmp_path / "run")
-
-
 def test_a_healthy_run_is_healthy(folder: Folder):
     assert verdicts(folder) == {"healthy": "ok"}
     state = folder.state()

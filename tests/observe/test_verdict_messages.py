@@ -3,7 +3,6 @@
 import json
 import os
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,11 +31,6 @@ from tests.observe.troubles import (
     verdicts,
     wedged,
 )
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Folder:
-    return Folder(tmp_path / "run")
 
 
 def test_a_stopped_process_is_named_by_its_rank_and_how_to_let_it_go_on(folder: Folder):
@@ -333,7 +327,7 @@ def test_a_run_that_goes_on_by_hand_after_its_job_ended_is_judged_by_itself(fold
     with files.locked(folder.path / "run.lock"):
         assert verdicts(folder) == {"healthy": "ok"}
     assert "failed" in verdicts(folder)
-    for host in folder.hosts.values():  # Whoever took over has ended too.
+    for host in folder.hosts.values():  # The attempt that took over has ended too.
         host["clock"] = NOW + 10
     folder.manifest["state"] = "interrupted"
     assert verdicts(folder) == {"interrupted": "wrong"}

@@ -199,20 +199,22 @@ def test_the_fastest_way_that_is_right_is_chosen_and_remembered(monkeypatch, cap
         assert sparse_linear._key(x, held) not in sparse_linear.CHOICES.found  # and so has what is recorded.
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A pruned model with a tokenizer, as a Hugging Face folder, and its export."""
+def write_pruned(place):
+    """A pruned model with a tokenizer, as a Hugging Face folder."""
     from steelyard.text import tokenizer as tokenizers
 
-    place = tmp_path_factory.mktemp("exported")
     tokenizers.train_byte_bpe(["a b c d e f g h"], 260).save(place / "tokenizer")
-    shape = SHAPES["llama"].model_copy(update={"vocab": 300})
-    held = Held(shape)
+    held = Held(SHAPES["llama"].model_copy(update={"vocab": 300}))
     for name, tensor in held.parameters.items():
         if name.startswith("layers.") and tensor.ndim == 2:
             tensor.mul_(PATTERN.keep_best(tensor.abs()))
     convert(held, place / "pruned", Target("hf", dtype=torch.bfloat16, tokenizer=str(place / "tokenizer")))
     return place
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_pruned(tmp_path_factory.mktemp("exported"))
 
 
 def test_what_is_exported_writes_and_scores_as_the_pruned_model(folder, monkeypatch, capsys):

@@ -14,8 +14,8 @@ from steelyard.checkpoint.formats.write import Target, convert
 from steelyard.core.errors import UserError
 from steelyard.evaluate.load_model import loaded
 from steelyard.sparsity.semi_structured import Compressing, compressible, export
-from tests.checkpoint.models import SHAPES, Held, assert_equal
-from tests.sparsity.test_compressed import PATTERN, pruned, run
+from tests.checkpoint.models import Held, assert_equal
+from tests.sparsity.test_compressed import pruned, run, write_pruned
 
 KINDS = ["fp8", "int8"]
 CPU = torch.device("cpu")
@@ -112,17 +112,7 @@ def test_a_model_that_keeps_8_bit_values_computes_what_the_expanded_one_computes
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A pruned model with a tokenizer, in two 8-bit formats."""
-    from steelyard.text import tokenizer as tokenizers
-
-    place = tmp_path_factory.mktemp("exported")
-    tokenizers.train_byte_bpe(["a b c d e f g h"], 260).save(place / "tokenizer")
-    held = Held(SHAPES["llama"].model_copy(update={"vocab": 300}))
-    for name, tensor in held.parameters.items():
-        if name.startswith("layers.") and tensor.ndim == 2:
-            tensor.mul_(PATTERN.keep_best(tensor.abs()))
-    convert(held, place / "pruned", Target("hf", dtype=torch.bfloat16, tokenizer=str(place / "tokenizer")))
-    return place
+    return write_pruned(tmp_path_factory.mktemp("exported"))
 
 
 def test_the_commands_take_8_bit_values(folder, monkeypatch, capsys):
