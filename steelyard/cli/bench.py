@@ -55,6 +55,7 @@ def sparse(
     """Compare tokens per second and memory of a 2:4 model, dense and compressed.
 
     Example: steelyard bench sparse compressed
+
     Example: steelyard bench sparse --shape llama3.1-8b --values int8 --values fp8
     """
     from steelyard.evaluate import sparse_bench

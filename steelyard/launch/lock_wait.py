@@ -21,14 +21,14 @@ SECONDS_BETWEEN_TRIES = 1.0
 
 def until_free(run: Path, stop_signals: list[int], tell: Callable[[str], None]) -> bool:
     """Wait until nobody holds the lock; False if a stop signal arrives first. `tell` gets the reason to wait, once."""
-    deadline, has_told = time.monotonic() + SECONDS_TO_RELEASE, False
+    deadline, has_logged = time.monotonic() + SECONDS_TO_RELEASE, False
     while not _is_free(run):
         if stop_signals:
             return False
-        if not has_told:
+        if not has_logged:
             tell(f"{run} is in use by {_owner(run)}; tries again for {SECONDS_TO_RELEASE:.0f} s, since a file server "
                  "releases the lock of a lost node late")  # fmt: skip
-            has_told = True
+            has_logged = True
         if time.monotonic() > deadline:
             raise RuntimeFailure(
                 f"{run} is still in use by {_owner(run)} after {SECONDS_TO_RELEASE:.0f} s",
