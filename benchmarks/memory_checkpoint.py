@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -63,13 +64,14 @@ def main() -> None:
         for _ in range(number):
             loss = engine.step(columns(next(batches)), 0, 1e-4, labels, 1.0)[0]
 
-    steps(5)
-    synchronize(device)
+    took = timed(lambda: steps(5), device)
+    print(f"first steps: {took:.2f} s", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(dir=options.memory_dir, prefix="steelyard-") as folder:
         saver = MemorySaver(Path(folder) / "run", World(), int(options.device_gib * GIB))
         engine.before_update = saver.staging.before_update
         seconds_of = {"pin": timed(lambda: check(saver.staging, engine), device)}
         seconds_of["d2h"] = statistics.median(timed(lambda: copied(saver.staging, engine), device) for _ in range(3))
+        print(f"first copy: {seconds_of['pin']:.2f} s, copy: {seconds_of['d2h']:.2f} s", file=sys.stderr, flush=True)
         rounds: dict[str, list[float]] = {"without": [], "copies": [], "all": []}
         wrote: list[float] = []
         for number in range(options.rounds):
@@ -81,6 +83,7 @@ def main() -> None:
                 synchronize(device)
                 ended = time.perf_counter()
                 times.append(ended - began)
+                print(f"{kind}: {ended - began:.2f} s", file=sys.stderr, flush=True)
                 saver.let_end()
                 if kind == "all":
                     wrote.append(time.perf_counter() - ended)

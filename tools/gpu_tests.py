@@ -35,6 +35,7 @@ from slices import Record, device, versions  # noqa: E402
 
 FILES = (
     "tests/sizes/test_activations.py", "tests/model/test_modules.py", "tests/model/test_kernels.py",
+    "tests/model/test_inference_kernels.py", "tests/evaluate/test_decode_graph.py",
     "tests/model/test_windowed_attention.py", "tests/model/test_experts.py", "tests/training/test_step_graph.py",
     "tests/training/test_kernels.py", "tests/training/test_fp8.py", "tests/training/test_small_state.py",
     "tests/training/test_bf16_gradients.py",

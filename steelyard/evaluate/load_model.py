@@ -16,6 +16,7 @@ from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
 from steelyard.core.recipe.data_section import DataSection
 from steelyard.core.recipe.parallel_section import ParallelSection
+from steelyard.evaluate.join_projections import join_projections
 from steelyard.model import LanguageModel
 from steelyard.model.experts import MATRIX_MODULES
 from steelyard.parallel import mesh as meshes
@@ -79,6 +80,8 @@ def loaded(
 
     assembly = assemble(recipe, mesh, device, dtype, compiled, transform)
     _fill(assembly.parts, source)
+    if device.type == "cuda" and mesh.tensor.size == 1 and not compiled:
+        join_projections(assembly.model)
     sparse_linear.prepare(assembly.model)
     return assembly.model.requires_grad_(False).eval()
 

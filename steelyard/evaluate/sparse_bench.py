@@ -21,6 +21,7 @@ from torch import Tensor
 from steelyard.checkpoint.formats.compressed_tensors import CompressedSource
 from steelyard.checkpoint.formats.row_scales import DTYPES, ValueFormat
 from steelyard.core import units
+from steelyard.core.console import console
 from steelyard.core.errors import UserError
 from steelyard.evaluate.decode_graph import Decoder, span_of
 from steelyard.evaluate.load_model import context_of, loaded
@@ -73,6 +74,8 @@ def sparse(request: BenchRequest) -> dict[str, Any]:
         network = loaded(view, device, dtype, sparse=side != DENSE)
         with torch.inference_mode(), sparse_linear.for_graphs():
             sides[side] = _side(network, prompt, context, request.batches, device)
+        speeds = ", ".join(f"{what} {value:.4g} tokens/s" for what, value in sides[side].items() if what != "memory")
+        console.say(f"{side}: {speeds}")
         del network
     return {
         "checkpoint": str(source.path),

@@ -21,6 +21,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.varlen import varlen_attn
 
 from steelyard.model.dropout import FACTORS, drop, mixed
+from steelyard.model.modules import is_inference
 
 
 class CuSeqlens(NamedTuple):
@@ -94,6 +95,10 @@ def attend_one(
 
     The query heads that share a key head are computed as so many queries, so that keys are read once and not repeated.
     """
+    if is_inference(query_BH1E):
+        from steelyard.model import inference_kernels
+
+        return inference_kernels.attend_one(query_BH1E, key_BKLE, value_BKLE, upto.place_1, *scoring)
     places = torch.arange(key_BKLE.shape[2], device=key_BKLE.device)
     mask = places <= upto.place_1
     if scoring.window is not None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from steelyard.core.recipe.blocks import ExpertsBlock, Routing
-from steelyard.model.mlp import Mlp, activated
+from steelyard.model.mlp import Mlp, gated
 
 TOKENS, DROPPED, ENTROPY, AUX = range(-4, 0)
 """Where `RouterOutput.stats` has the tokens, the dropped slots, the summed entropy and the summed losses."""
@@ -145,7 +145,7 @@ class ExpertStack(nn.Module):
             self.add_module(name, ExpertLinear(block.routing.experts, rows, columns))
 
     def forward(self, x_SD: Tensor, counts_X: Tensor) -> Tensor:
-        inner_SF = activated(self.gate(x_SD, counts_X), self.activation) * self.up(x_SD, counts_X)
+        inner_SF = gated(self.gate(x_SD, counts_X), self.up(x_SD, counts_X), self.activation)
         output: Tensor = self.down(inner_SF, counts_X)
         return output
 

@@ -16,6 +16,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from steelyard.model.rope import Rotation
+
 
 class Slot(NamedTuple):
     """The position of the token that is appended next, in operations of constant shapes."""
@@ -97,6 +99,18 @@ class LayerCache:
             buffer[:, :, self.length : end] = new
         self.length = end
         return self._until(end)
+
+    def extended_rotated(
+        self, query_BH1E: Tensor, key_BK1E: Tensor, value_BK1E: Tensor, rotation: Rotation
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """With a slot, on a GPU: the same with the query, after both were rotated to their position."""
+        from steelyard.model.inference_kernels import rotated_into_cache
+
+        assert self.slot is not None
+        if self._buffers is None:
+            self._buffers = self._zeros(key_BK1E), self._zeros(value_BK1E)
+        query_BH1E = rotated_into_cache(query_BH1E, key_BK1E, value_BK1E, rotation, *self._buffers, self.slot.place_1)
+        return query_BH1E, *self._until(self.slot.span)
 
     def grow(self) -> None:
         """Allocate the present capacity. Where the memory begins changes only if it was less."""

@@ -111,15 +111,22 @@ class LanguageModel(nn.Module):
         selects_early = loss_positions_BK is not None and batch.labels_BL is not None and self._can_select_early()
         if selects_early and batch.tokens_BL.is_cuda:  # Compiles the last layer once for any number of positions.
             torch._dynamo.maybe_mark_dynamic(loss_positions_BK, 1)
+        infers, branch_BLD = batch.logits_to_keep is not None and not self.training, None
         for number, layer in self.layers.items():
             if cache is not None:
                 inputs = inputs._replace(cache=cache.of(number))
             if selects_early and int(number) == self.config.layers - 1:
                 inputs = inputs._replace(loss_positions_BK=loss_positions_BK)
-            x_BLD = layer(
-                x_BLD, inputs._replace(rotation=rotations.get(self.blocks.layers[int(number)].attention.rope))
-            )
+            assert x_BLD is not None
+            inputs = inputs._replace(rotation=rotations.get(self.blocks.layers[int(number)].attention.rope))
+            assert isinstance(layer, TransformerLayer)
+            if infers:
+                x_BLD, branch_BLD = layer.infer(x_BLD, branch_BLD, inputs)
+            else:
+                x_BLD = layer(x_BLD, inputs)
         assert x_BLD is not None
+        if branch_BLD is not None:
+            x_BLD = x_BLD + branch_BLD
         if cache is not None and cache.slot is None:
             cache.length += batch.tokens_BL.shape[1]
         if self.norm is None or self.head is None:

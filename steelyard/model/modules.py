@@ -56,6 +56,11 @@ class _LinearFunction(torch.autograd.Function):
         return grad_x, grad_weight, rows.sum(dim=0, dtype=torch.float32) if needs_bias else None
 
 
+def is_inference(x: Tensor) -> bool:
+    """Whether `inference_kernels.py` may compute this: on a GPU, without gradients, and not compiled."""
+    return x.is_cuda and not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
+
+
 class Linear(nn.Linear):
     """A linear layer in the dtype of its input. Replace `product` to use another arithmetic."""
 
@@ -79,6 +84,10 @@ class RmsNorm(nn.Module):
         self.is_offset, self.eps = is_offset, eps
 
     def forward(self, x: Tensor) -> Tensor:
+        if is_inference(x):
+            from steelyard.model.inference_kernels import rms_norm
+
+            return rms_norm(x, self.offset if self.is_offset else self.weight, self.eps, self.is_offset)
         weight: Tensor = self.offset.float() + 1 if self.is_offset else self.weight.float()
         return F.rms_norm(x.float(), weight.shape, weight, self.eps).to(x.dtype)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from steelyard.core.recipe.blocks import Rope
 from steelyard.core.recipe.rope_scaling import RopeScaling
+from steelyard.model.modules import is_inference
 
 Rotation = tuple[Tensor, Tensor]
 
@@ -60,6 +61,10 @@ def _dimension(scaling: RopeScaling, turns: float, width: int, theta: float) -> 
 def apply_rope(x: Tensor, rotation: Rotation) -> Tensor:
     """Rotate the pairs (i, i + half) of each head by the angles of its position. Further dimensions are unchanged."""
     cosine, sine = rotation
+    if is_inference(x):
+        from steelyard.model.inference_kernels import rotated as rotated_by_kernel
+
+        return rotated_by_kernel(x, cosine, sine)
     rest = x[..., cosine.shape[-1] :]
     turning = x[..., : cosine.shape[-1]].float()
     first, second = turning.chunk(2, dim=-1)

@@ -26,8 +26,10 @@ from steelyard.model.dropout import Dropout
 from steelyard.model.experts import Experts, RouterOutput, with_router_loss
 from steelyard.model.kv_cache import LayerCache
 from steelyard.model.mlp import Mlp
-from steelyard.model.modules import LayerNorm, Linear, RmsNorm, at_positions
+from steelyard.model.modules import LayerNorm, Linear, RmsNorm, at_positions, is_inference
 from steelyard.model.rope import Rotation, apply_rope
+
+PROJECTIONS = ("query", "key", "value")
 
 
 class LayerInputs(NamedTuple):
@@ -55,10 +57,14 @@ class Attention(nn.Module):
     """Causal attention in which groups of query heads may share one key and value head."""
 
     output: Linear
+    joined: Linear | None
+    """All three projections as one product (`evaluate/join_projections.py`)."""
+    joined_sizes: tuple[int, ...] = ()
 
     def __init__(self, block: AttentionBlock, dropout: float) -> None:
         super().__init__()
         self.block = block
+        self.register_module("joined", None)
         self.head_dim, self.heads = block.head_dim, range(block.heads)
         self.dropout, self.salt = dropout, 0
         self.scoring = Scoring(block.window, block.softcap, block.scale)
@@ -71,11 +77,7 @@ class Attention(nn.Module):
 
     def forward(self, x_BLD: Tensor, inputs: LayerInputs) -> Tensor:
         query_BHLE, key_BKLE, value_BKLE = self._projected(x_BLD)
-        if inputs.rotation is not None:
-            query_BHLE, key_BKLE = apply_rope(query_BHLE, inputs.rotation), apply_rope(key_BKLE, inputs.rotation)
-        if inputs.cache is not None:
-            key_BKLE, value_BKLE = inputs.cache.extended(key_BKLE, value_BKLE)
-        qkv = query_BHLE, key_BKLE, value_BKLE
+        qkv = self._cached(query_BHLE, key_BKLE, value_BKLE, inputs)
         if self.dropout and self.training and inputs.sample_ids_B is not None and inputs.row_positions_BL is not None:
             rows = rows_of(inputs.sample_ids_B, inputs.row_positions_BL, self.heads, self.salt)
             attn_out_BHLE = attend_dropping(*qkv, inputs.mask, self.scoring, rows, self.dropout)
@@ -84,11 +86,27 @@ class Attention(nn.Module):
         output: Tensor = self.output(attn_out_BHLE.transpose(1, 2).flatten(-2))
         return output
 
+    def _cached(
+        self, query_BHLE: Tensor, key_BKLE: Tensor, value_BKLE: Tensor, inputs: LayerInputs
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys with their positions, and the keys and values of earlier tokens."""
+        cache, rotation = inputs.cache, inputs.rotation
+        if cache is not None and cache.slot is not None and rotation is not None and is_inference(query_BHLE):
+            return cache.extended_rotated(query_BHLE, key_BKLE, value_BKLE, rotation)
+        if rotation is not None:
+            query_BHLE, key_BKLE = apply_rope(query_BHLE, rotation), apply_rope(key_BKLE, rotation)
+        if cache is not None:
+            key_BKLE, value_BKLE = cache.extended(key_BKLE, value_BKLE)
+        return query_BHLE, key_BKLE, value_BKLE
+
     def _projected(self, x_BLD: Tensor) -> list[Tensor]:
         """Queries, keys and values by head, normalized if the block has norms."""
+        if self.joined is None:
+            products = [self.get_submodule(name)(x_BLD) for name in PROJECTIONS]
+        else:
+            products = list(self.joined(x_BLD).split(self.joined_sizes, dim=-1))
         projected = []
-        for name in ("query", "key", "value"):
-            x_BLF = self.get_submodule(name)(x_BLD)
+        for name, x_BLF in zip(PROJECTIONS, products, strict=True):
             norm = getattr(self, f"{name}_norm", None)
             if norm is not None and not self.block.norms_heads:
                 x_BLF = norm(x_BLF)
@@ -130,6 +148,14 @@ class TransformerLayer(nn.Module):
         self.mlp.stats.add_(routed.stats)
         return with_router_loss(x_BLD, routed.loss, self.mlp.loss_scale)
 
+    def infer(self, x_BLD: Tensor, branch_BLD: Tensor | None, inputs: LayerInputs) -> tuple[Tensor, Tensor]:
+        """The layer without dropout. Takes and returns the residual stream and a branch that is to be added to it."""
+        x_BLD, normalized_BLD = _added(x_BLD, branch_BLD, self.attention_norm)
+        branch_BLD = _normalized(self.attention_post_norm, self.attention(normalized_BLD, inputs))
+        x_BLD, normalized_BLD = _added(x_BLD, branch_BLD, self.mlp_norm)
+        branch = self.mlp(normalized_BLD)
+        return x_BLD, _normalized(self.mlp_post_norm, branch[0] if isinstance(self.mlp, Experts) else branch)
+
     def compute(self, x_BLD: Tensor, inputs: LayerInputs) -> tuple[Tensor, RouterOutput | None]:
         """Compute the layer. With activation checkpointing the backward pass runs all of this again."""
         dropout_keys = inputs.sample_ids_B, inputs.row_positions_BL
@@ -143,6 +169,16 @@ class TransformerLayer(nn.Module):
             branch_BLD, routed = branch_BLD
         x_BLD = x_BLD + self.mlp_dropout(_normalized(self.mlp_post_norm, branch_BLD), *dropout_keys)
         return x_BLD, routed
+
+
+def _added(x: Tensor, branch: Tensor | None, norm: nn.Module | None) -> tuple[Tensor, Tensor]:
+    """The sum, and its norm."""
+    if branch is not None and isinstance(norm, RmsNorm) and is_inference(x):
+        from steelyard.model.inference_kernels import add_rms_norm
+
+        return add_rms_norm(x, branch, norm.offset if norm.is_offset else norm.weight, norm.eps, norm.is_offset)
+    x = x if branch is None else x + branch
+    return x, _normalized(norm, x)
 
 
 def _normalized(norm: nn.Module | None, x: Tensor) -> Tensor:

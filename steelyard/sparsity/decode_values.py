@@ -1,11 +1,17 @@
 """The values of a 2:4 matrix in a Triton kernel: a group's two values are one word, of 32 bits or of 16.
 
-A word of 32 bits has two 16-bit floats, `kind`. A word of 16 bits has two values `stored` as "int8" or "fp8", which are
-decoded with integer operations on any GPU:
+A word of 32 bits has two 16-bit floats, `kind`. A word of 16 bits has two values `stored` as "int8" or "fp8". To fp32
+they are decoded with integer operations:
 
     int8   the byte with its sign bit flipped is the mantissa of 2^23 + 128 + value, from which 2^23 + 128 is subtracted
     fp8    e4m3 has the bits of an fp16 with a shorter exponent and mantissa; shifted into place they are the value
            divided by 256, exactly, subnormal numbers included
+
+To a word of two 16-bit floats they are decoded together, in four or five instructions of assembly:
+
+    int8   the lower seven bits of the byte are the mantissa of 128 + bits; 128 is subtracted, or 256 if the sign bit is
+           set: both are 128 with that bit in the place of the exponent's last. In fp16 the same with 1024 and 1152
+    fp8    shifted into a bf16, the value times 2^-120, which is multiplied by 2^112
 
 `row_scales` has the scale of each row, and this 256. 16-bit floats are `stored` as "" and have no scale.
 """
@@ -24,6 +30,7 @@ from torch import Tensor
 from steelyard.sparsity.semi_structured import Packed
 
 STORED = {torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
+_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 _INTEGER = tl.constexpr(0x4B000080)  # 2^23 as fp32, and the sign bit of a byte
 _OFFSET = tl.constexpr(8388608.0 + 128.0)
 
@@ -98,14 +105,54 @@ def row_scales(scales, row, stored: tl.constexpr):
 
 
 @triton.jit
-def as_kind(pair, stored: tl.constexpr, kind: tl.constexpr):
-    """A group's two values as one word of two 16-bit floats, without their scale, which is exact."""
+def as_kind(pair, stored: tl.constexpr, kind: tl.constexpr, upper: tl.constexpr = False):
+    """A group's two values as one word of two 16-bit floats, without their scale, which is exact.
+
+    The group is the lower half of `pair`, or the upper half of a word of 32 bits.
+    """
     if stored == "":
         return pair
     elif stored == "fp8" and kind == tl.float16:
-        return _halves(pair)
-    else:
+        return _halves(pair >> 16 if upper else pair)
+    elif _INTERPRETED:
+        pair = pair >> 16 if upper else pair
         return _joined(first(pair, stored, kind), second(pair, stored, kind), kind)
+    elif stored == "int8":
+        return _two_integers(pair.to(tl.int32), kind, upper)
+    else:
+        return _two_fp8(pair.to(tl.int32), upper)
+
+
+@triton.jit
+def _two_integers(word, kind: tl.constexpr, upper: tl.constexpr):
+    # prmt: the two bytes become the lower bytes of both halves. lop3 0xEA: (a & b) | c.
+    bytes_: tl.constexpr = "0x4342" if upper else "0x4140"
+    if kind == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 p, t, c, one; prmt.b32 p, $1, 0, " + bytes_ + "; mov.b32 one, 0x3F803F80; "
+            "lop3.b32 t, p, 0x007F007F, 0x43004300, 0xEA; lop3.b32 c, p, 0x00800080, 0xC300C300, 0xEA; "
+            "fma.rn.bf16x2 $0, t, one, c; }",
+            "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 p, t, c, one; prmt.b32 p, $1, 0, " + bytes_ + "; mov.b32 one, 0x3C003C00; "
+            "lop3.b32 t, p, 0x007F007F, 0x64006400, 0xEA; lop3.b32 c, p, 0x00800080, 0xE400E400, 0xEA; "
+            "fma.rn.f16x2 $0, t, one, c; }",
+            "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def _two_fp8(word, upper: tl.constexpr):
+    # prmt: the two bytes become the upper bytes of both halves.
+    bytes_: tl.constexpr = "0x3424" if upper else "0x1404"
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 p, t, factor, zero; prmt.b32 p, $1, 0, " + bytes_ + "; shr.b32 t, p, 4; "
+        "and.b32 t, t, 0x07F007F0; lop3.b32 t, p, 0x80008000, t, 0xEA; mov.b32 factor, 0x77807780; "
+        "mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0, t, factor, zero; }",
+        "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -18,11 +18,12 @@ from steelyard.core.recipe import load_recipe
 from steelyard.sparsity.semi_structured import Compressing, compressed_parts
 
 STD = 0.02
+DISTINCT_ROWS = 1024  # of a matrix; more would take longer and change no time
 PAIRS = list(itertools.combinations(range(GROUP), KEPT))  # the places that a group may keep
 
 
 class RandomSource(CheckpointSource):
-    """Weights of a recipe's model. Layers share their values, so that large models are ready quickly."""
+    """Weights of a recipe's model. Layers share their values and rows repeat, so large models are ready quickly."""
 
     format = "random"
 
@@ -72,12 +73,12 @@ def _kind(name: str) -> str:
 @lru_cache(maxsize=16)
 def _random(kind: str, size: tuple[int, ...], pruned: bool) -> Tensor:
     generator = torch.Generator().manual_seed(zlib.crc32(kind.encode()))
-    values = torch.empty(size, dtype=torch.bfloat16).normal_(0.0, STD, generator=generator)
+    rows = torch.empty(min(size[0], DISTINCT_ROWS), *size[1:]).normal_(0.0, STD, generator=generator)
     if pruned:
         kept = torch.tensor([[place in pair for place in range(GROUP)] for pair in PAIRS])
-        chosen = torch.randint(len(PAIRS), (*size[:-1], size[-1] // GROUP), generator=generator)
-        values *= kept[chosen].flatten(-2)
-    return values
+        chosen = torch.randint(len(PAIRS), (*rows.shape[:-1], size[-1] // GROUP), generator=generator)
+        rows *= kept[chosen].flatten(-2)
+    return rows.bfloat16().repeat(-(-size[0] // len(rows)), *[1] * (len(size) - 1))[: size[0]]
 
 
 @lru_cache(maxsize=16)

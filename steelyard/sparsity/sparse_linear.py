@@ -26,6 +26,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -45,6 +46,7 @@ from steelyard.sparsity.semi_structured import Packed, dense, packed
 
 MOST_FEW_ROWS = 16
 MULTIPLE = 16  # cuSPARSELt needs both sides of a matrix as multiples of this, and rows as multiples of half of it.
+COMPILERS = 8  # threads
 ROUNDS = 10
 LARGEST_ERROR = 0.02  # relative to the norm of the product; rounding to 16 bits is a tenth of that
 DTYPES = (torch.bfloat16, torch.float16)
@@ -199,6 +201,8 @@ def choose(x: Tensor, held: Packed, for_many: Tensor) -> Way:
         with warnings.catch_warnings():  # torch warns that the function will be renamed.
             warnings.simplefilter("ignore", UserWarning)
             found.append(int(torch._cslt_sparse_mm_search(for_many, x.t(), transpose_result=True)))
+    if x.is_cuda:
+        _compile(x, held, for_many, found)
     expected = multiplied(x, held, for_many, None).float()
     best, least = None, float("inf")
     for way in found:
@@ -214,6 +218,18 @@ def choose(x: Tensor, held: Packed, for_many: Tensor) -> Way:
             best, least = way, milliseconds
     CHOICES.found[_key(x, held)] = best
     return best
+
+
+def _compile(x: Tensor, held: Packed, for_many: Tensor, ways: list[Way]) -> None:
+    """Call every kernel once, on several threads: the first call compiles it, mostly outside Python."""
+
+    def call(way: Way) -> None:
+        with contextlib.suppress(Exception), torch.cuda.device(x.device), torch.inference_mode():
+            multiplied(x, held, for_many, way)  # An algorithm that fails is named when it is measured.
+
+    with ThreadPoolExecutor(COMPILERS) as pool:
+        list(pool.map(call, [way for way in ways if not isinstance(way, int)]))
+    torch.cuda.synchronize()
 
 
 def _key(x: Tensor, held: Packed) -> Key:

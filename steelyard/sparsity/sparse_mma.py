@@ -83,7 +83,9 @@ def forms(packed: Packed) -> list[Form]:
         programs, left = divmod(tiles, form.tiles * form.across)
         if left == 0 and pieces % (form.along * form.parts) == 0 and (form.parts == 1 or programs <= COUNTERS):
             found.append(form)
-    return sorted(found, key=lambda form: abs(math.log2(warps(form, packed) / WARPS)))[:TRIED]
+    # Values of 8 bits are half as many bytes per load, so twice as many loads must be under way.
+    wanted = WARPS if packed.scales is None else 2 * WARPS
+    return sorted(found, key=lambda form: abs(math.log2(warps(form, packed) / wanted)))[:TRIED]
 
 
 def warps(form: Form, packed: Packed) -> int:
@@ -184,9 +186,9 @@ def _four_groups(address, stored: tl.constexpr, kind: tl.constexpr):
         w0, w1 = _two_once(address)
         return (
             decode_values.as_kind(w0, stored, kind),
-            decode_values.as_kind(w0 >> 16, stored, kind),
+            decode_values.as_kind(w0, stored, kind, upper=True),
             decode_values.as_kind(w1, stored, kind),
-            decode_values.as_kind(w1 >> 16, stored, kind),
+            decode_values.as_kind(w1, stored, kind, upper=True),
         )
 
 

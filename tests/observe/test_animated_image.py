@@ -6,6 +6,7 @@ STEELYARD_IMAGES=docs/images pytest tests/observe/test_animated_image.py
 import io
 import json
 import os
+import signal
 import socket
 import threading
 import time
@@ -68,7 +69,14 @@ def test_an_animated_image_shows_a_run_that_is_killed_and_resumed(in_workplace, 
                     shoot(250)
                 time.sleep(0.5)
 
+        def stop_at(process, step: int) -> None:
+            """Stop the run at a step: it must not end while the browser draws."""
+            while process.poll() is None and reached(run) < step:
+                time.sleep(0.02)
+            process.send_signal(signal.SIGSTOP)
+
         process = workplace.start("train", "tiny.toml", *RUN)
+        threading.Thread(target=stop_at, args=(process, KILLED_AFTER), daemon=True).start()
         try:
             page.goto(f"http://127.0.0.1:{server.server_address[1]}/")
             page.get_by_role("link", name="tiny").wait_for()
