@@ -1,27 +1,24 @@
 """The architectures of llama.cpp, both ways: settings, tensor names, and what has no counterpart.
 
-llama.cpp computes some values instead of reading them: the scale of Gemma's scores, and which of its layers have a
-window. A model with other values is refused here, because it would load and compute something else.
+What only one family has is in its file (`from_gguf`, `to_gguf`). llama.cpp computes some values instead of reading
+them, such as the scale of Gemma's scores. A model with other values is refused, because it would load and compute
+something else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from steelyard.checkpoint.formats.key_mapping import Entry, hugging_face
 from steelyard.checkpoint.formats.source import first_problem
 from steelyard.core.errors import UserError
-from steelyard.core.recipe.families.gemma import Gemma2Config, Gemma3Config, GemmaConfig
-from steelyard.core.recipe.families.llama import LlamaConfig
-from steelyard.core.recipe.families.qwen3 import Qwen3Config
+from steelyard.core.recipe import families
 from steelyard.core.recipe.hf_fields import HfKeys
 from steelyard.core.recipe.hf_rotary import positions_of
 from steelyard.core.recipe.model_section import ModelConfig, RotaryConfig
 from steelyard.core.recipe.rope_scaling import RopeScaling
 
-READ = ("llama", "qwen2", "qwen3", "gemma2", "gemma3")
 SUPPORTED = "Llama, Mistral, Qwen2, Qwen3, Gemma 2 and Gemma 3"
 KEYS = HfKeys(
     {
@@ -32,49 +29,30 @@ KEYS = HfKeys(
     },
     embed="token_embd", norm="output_norm", head="output", layer="blk.{}.",
 )  # fmt: skip
-# The number of layers for which llama.cpp takes the scale of 27B, and every how many layers have full attention.
-GEMMA: dict[str, tuple[int, int]] = {"gemma2": (46, 2), "gemma3": (62, 6)}
 
 
 def architecture_of(config: ModelConfig) -> str:
     """The name in llama.cpp, or an error that names what has no counterpart there."""
-    if isinstance(config, GemmaConfig):
-        _refuse_gemma(config)
-    elif isinstance(config, Qwen3Config):
-        if config.qkv_bias:
-            raise _refused("model.qkv_bias = true in the family qwen3")
-    elif not isinstance(config, LlamaConfig):
-        raise _refused(f"the family {config.family}")
-    if config.rope_share != 1:
-        raise _refused(f"model.rope_share = {config.rope_share}")
-    if config.rope_scaling is not None and config.rope_scaling.kind == "yarn":
-        raise _refused('model.rope_scaling.kind = "yarn"')
-    if isinstance(config, LlamaConfig):
-        return "qwen2" if config.qkv_bias else "llama"
-    return config.family
-
-
-def _refuse_gemma(config: GemmaConfig) -> None:
-    largest, every = GEMMA[config.family]
-    scale = config.hidden // config.heads if config.layers == largest else config.head_dim
-    if config.query_scale != scale:
-        raise _refused(f"model.query_scale = {config.query_scale} (llama.cpp computes {scale})")
-    if config.full_every != every:
-        raise _refused(f"model.full_every = {config.full_every} (llama.cpp has {every})")
-    if isinstance(config, Gemma2Config):
-        if not config.attention_softcap or not config.logit_softcap:
-            raise _refused("a softcap of 0 in the family gemma2")
-        if not config.tied:
-            raise _refused("model.tied = false in the family gemma2")
+    try:
+        name, _ = config.to_gguf()
+    except ValueError as error:
+        raise _refused(str(error)) from None
+    for layer in config.blocks.layers:
+        rope = layer.attention.rope
+        if rope is None or rope.width != layer.attention.head_dim:
+            raise _refused("model.rope_share below 1")
+        if rope.scaling is not None and rope.scaling.kind == "yarn":
+            raise _refused('model.rope_scaling.kind = "yarn"')
+    return name
 
 
 def config_of(settings: dict[str, Any], tied: bool, where: str) -> RotaryConfig:
     """The model that the settings of a file describe."""
     name = settings.get("general.architecture")
-    if name not in READ:
-        raise UserError(
-            f"the architecture {name} is not supported", where=where, hint=f"supported are {', '.join(READ)}"
-        )
+    family = families.of_gguf(name)
+    if family is None:
+        known = ", ".join(families.gguf_architectures())
+        raise UserError(f"the architecture {name} is not supported", where=where, hint=f"supported are {known}")
 
     def setting(key: str, default: Any = None) -> Any:
         value = settings.get(f"{name}.{key}", default)
@@ -102,25 +80,11 @@ def config_of(settings: dict[str, Any], tied: bool, where: str) -> RotaryConfig:
         }
         if scaling == "linear":
             fields["rope_scaling"] = RopeScaling(kind="linear", factor=float(setting("rope.scaling.factor")))
-        if name in GEMMA:
-            return _gemma(str(name), fields, setting)
-        if name == "qwen3":
-            return Qwen3Config(family="qwen3", **fields)
-        return LlamaConfig(family="llama", qkv_bias=name == "qwen2", **fields)
+        config = family.from_gguf(str(name), fields, setting)
     except (ValueError, TypeError, ZeroDivisionError) as error:
         raise UserError(f"the settings do not describe a valid model: {first_problem(error)}", where=where) from None
-
-
-def _gemma(name: str, fields: dict[str, Any], setting: Callable[..., Any]) -> GemmaConfig:
-    largest, every = GEMMA[name]
-    scale = fields["hidden"] // fields["heads"] if fields["layers"] == largest else fields["head_dim"]
-    window = setting("attention.sliding_window", 4096 if name == "gemma2" else None)
-    fields |= {"query_scale": scale, "full_every": every, "window": window}
-    if name == "gemma3":
-        local = float(setting("rope.freq_base_swa", 10000.0))
-        return Gemma3Config(family="gemma3", local_rope_theta=local, **fields)
-    caps = setting("attn_logit_softcapping", 50.0), setting("final_logit_softcapping", 30.0)
-    return Gemma2Config(family="gemma2", attention_softcap=caps[0], logit_softcap=caps[1], **fields)
+    assert isinstance(config, RotaryConfig)
+    return config
 
 
 def _refused(what: str) -> UserError:
@@ -146,26 +110,18 @@ def settings_of(config: ModelConfig, extra: dict[str, Any]) -> dict[str, int | f
     }
     if config.rope_scaling is not None and config.rope_scaling.kind == "linear":
         settings |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(config.rope_scaling.factor)}
-    if isinstance(config, GemmaConfig):
-        settings["attention.sliding_window"] = config.window
-    if isinstance(config, Gemma2Config):
-        settings |= {
-            "attn_logit_softcapping": config.attention_softcap,
-            "final_logit_softcapping": config.logit_softcap,
-        }
-    if isinstance(config, Gemma3Config):
-        settings["rope.freq_base_swa"] = float(config.local_rope_theta)
-    return settings
+    return settings | config.to_gguf()[1]
 
 
 def context_of(config: RotaryConfig, extra: dict[str, Any]) -> int:
-    """The maximum sequence length. llama.cpp has no windows in these architectures, except in Gemma.
+    """The maximum sequence length. llama.cpp has no windows in most of these architectures.
 
     Within one window, full attention computes the same.
     """
     positions = positions_of(config, extra)
-    window = None if isinstance(config, GemmaConfig) else getattr(config, "window", None)
-    return min(positions, window) if window else positions
+    window = config.blocks.layers[0].attention.window
+    is_written = "attention.sliding_window" in config.to_gguf()[1]
+    return positions if window is None or is_written else min(positions, window)
 
 
 def entries_of(config: ModelConfig, architecture: str) -> list[Entry]:

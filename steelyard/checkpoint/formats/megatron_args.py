@@ -19,9 +19,10 @@ from steelyard.checkpoint.formats.hf_config import positions_of
 from steelyard.checkpoint.formats.megatron_layout import MegatronLayout
 from steelyard.checkpoint.formats.source import first_problem
 from steelyard.core.errors import UserError
+from steelyard.core.recipe.blocks import PRE_NORM, ExpertsBlock, ModelBlocks
 from steelyard.core.recipe.families.gpt import GptConfig
 from steelyard.core.recipe.families.llama import LlamaConfig
-from steelyard.core.recipe.families.moe import MixtralConfig, MoeConfig, Qwen3MoeConfig
+from steelyard.core.recipe.families.moe import MixtralConfig, Qwen3MoeConfig
 from steelyard.core.recipe.families.qwen3 import Qwen3Config
 from steelyard.core.recipe.model_section import ModelConfig, RotaryConfig
 from steelyard.core.recipe.rope_scaling import RopeScaling
@@ -54,7 +55,6 @@ REFUSED = {
     "squared_relu": "squared ReLU", "parallel_attn": "parallel attention", "window_size": "sliding windows",
     "mtp_num_layers": "multi-token prediction",
 }  # fmt: skip
-WRITTEN = LlamaConfig | Qwen3Config | MixtralConfig | Qwen3MoeConfig
 # Families with rotary positions, by whether they have experts, and norms of queries and keys.
 FAMILIES: dict[tuple[bool, bool], tuple[str, type[RotaryConfig]]] = {
     (False, False): ("llama", LlamaConfig), (False, True): ("qwen3", Qwen3Config),
@@ -173,18 +173,35 @@ def padded_rows(vocab: int, tensor: int, multiple: int = 128) -> int:
 
 def refuse_to_write(config: ModelConfig) -> None:
     """Raise if Megatron's args cannot describe a model."""
-    what = None if isinstance(config, GptConfig | WRITTEN) else f"the family {config.family}"
-    if isinstance(config, WRITTEN):
-        if config.window is not None:
-            what = "sliding windows"
-        elif config.rope_scaling is not None and config.rope_scaling.kind != "llama3":
-            what = f"RoPE scaling of the kind {config.rope_scaling.kind}"
-        elif isinstance(config, Qwen3Config | Qwen3MoeConfig) and config.qkv_bias:
-            what = "model.qkv_bias, which adds a bias to the output of attention too,"
-    if what is None and isinstance(config, MoeConfig):
-        what = megatron_moe_args.not_writable(config)
+    what = _not_writable(config.blocks)
     if what is not None:
         raise UserError(f"{what} cannot be written for Megatron", hint="write --to hf or --to steelyard")
+
+
+def _not_writable(blocks: ModelBlocks) -> str | None:
+    layer = blocks.layers[0]
+    attention, mlp, rope = layer.attention, layer.mlp, layer.attention.rope
+    is_gpt = layer.norm.kind == "layer" and blocks.positions is not None and not mlp.gated and mlp.activation == "gelu"
+    is_llama = layer.norm.kind == "rms" and rope is not None and mlp.gated and mlp.activation == "silu"
+    checks = {
+        "attention that differs between layers": any(each.attention != attention for each in blocks.layers),
+        "sliding windows": attention.window is not None,
+        "soft caps": attention.softcap is not None or blocks.logit_softcap is not None,
+        "norms after attention or MLP": layer.norm_places != PRE_NORM,
+        "norms of all queries or keys together": attention.norm is not None
+        and attention.norm.width != attention.head_dim,
+        "norms stored as weight - 1": layer.norm.is_offset,
+        "a scale of scores or of the embedding": attention.scale is not None or blocks.embed_scale is not None,
+        "norms, positions and MLP neither of GPT nor of Llama": not (is_gpt or is_llama),
+        "rotary positions of a part of each head": rope is not None and rope.width != attention.head_dim,
+        "a bias of the output of attention, but none of the MLP,": attention.output_bias != mlp.bias,
+    }
+    if rope is not None and rope.scaling is not None:
+        checks[f"RoPE scaling of the kind {rope.scaling.kind}"] = rope.scaling.kind != "llama3"
+    experts = (each.mlp for each in blocks.layers if isinstance(each.mlp, ExpertsBlock))
+    return next((what for what, is_so in checks.items() if is_so), None) or next(
+        (what for each in experts if (what := megatron_moe_args.not_writable(each.routing))), None
+    )
 
 
 def args_of(
@@ -208,30 +225,32 @@ def args_of(
         "virtual_pipeline_model_parallel_size": None, "consumed_train_samples": 0, "consumed_valid_samples": 0,
         "iteration": 1,
     }  # fmt: skip
-    if isinstance(config, GptConfig):
-        args |= {
-            "position_embedding_type": "learned_absolute", "normalization": "LayerNorm", "swiglu": False,
-            "add_bias_linear": True, "add_qkv_bias": True, "kv_channels": config.hidden // config.heads,
-            "group_query_attention": False, "num_query_groups": 1,
-        }  # fmt: skip
-        return argparse.Namespace(**args)
-    assert isinstance(config, WRITTEN)
-    scaling = config.rope_scaling
+    layer = config.blocks.layers[0]
+    attention, mlp = layer.attention, layer.mlp
     args |= {
-        "position_embedding_type": "rope", "use_rotary_position_embeddings": True, "rotary_percent": 1.0,
-        "rotary_base": _whole(config.rope_theta), "rotary_interleaved": False, "normalization": "RMSNorm",
-        "swiglu": True, "add_bias_linear": False, "add_qkv_bias": getattr(config, "qkv_bias", False),
-        "kv_channels": config.head_dim, "qk_layernorm": config.blocks.layers[0].attention.norm is not None,
-        "group_query_attention": config.kv_heads != config.heads, "num_query_groups": config.kv_heads,
-        "use_rope_scaling": scaling is not None, "rope_scaling_factor": scaling.factor if scaling else 8.0,
+        "position_embedding_type": "learned_absolute" if attention.rope is None else "rope",
+        "normalization": "LayerNorm" if layer.norm.kind == "layer" else "RMSNorm", "swiglu": mlp.gated,
+        "add_bias_linear": mlp.bias, "add_qkv_bias": attention.qkv_bias, "kv_channels": attention.head_dim,
+        "group_query_attention": attention.kv_heads != attention.heads,
+        "num_query_groups": 1 if attention.rope is None else attention.kv_heads,
     }  # fmt: skip
-    if scaling is not None:
+    if attention.rope is not None:
+        scaling = attention.rope.scaling
         args |= {
-            "rope_low_freq_factor": scaling.low_freq_factor, "rope_high_freq_factor": scaling.high_freq_factor,
-            "rope_original_max_position_embeddings": scaling.original_positions,
+            "use_rotary_position_embeddings": True, "rotary_percent": 1.0, "rotary_interleaved": False,
+            "rotary_base": _whole(attention.rope.theta), "qk_layernorm": attention.norm is not None,
+            "use_rope_scaling": scaling is not None, "rope_scaling_factor": scaling.factor if scaling else 8.0,
         }  # fmt: skip
-    if isinstance(config, MoeConfig):
-        args |= megatron_moe_args.args_of_experts(config, tensor, layout.grouped)
+        if scaling is not None:
+            args |= {
+                "rope_low_freq_factor": scaling.low_freq_factor, "rope_high_freq_factor": scaling.high_freq_factor,
+                "rope_original_max_position_embeddings": scaling.original_positions,
+            }  # fmt: skip
+    has_experts = [isinstance(each.mlp, ExpertsBlock) for each in config.blocks.layers]
+    if any(has_experts):
+        experts = config.blocks.layers[has_experts.index(True)].mlp
+        assert isinstance(experts, ExpertsBlock)
+        args |= megatron_moe_args.args_of_experts(experts, has_experts, tensor, layout.grouped)
     return argparse.Namespace(**args)
 
 

@@ -1,4 +1,4 @@
-"""Convert between Megatron's args for mixtures of experts and the keys of `MoeConfig`.
+"""Convert between Megatron's args for mixtures of experts and the blocks and keys of experts.
 
 Megatron normalizes the weights of the chosen experts by the order of its operations: a softmax of the chosen logits
 sums to 1, one of all logits (`moe_router_pre_softmax`) does not. Sigmoid scores are normalized if a token has several
@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from steelyard.core.errors import UserError
-from steelyard.core.recipe.families.moe import MoeConfig
+from steelyard.core.recipe.blocks import ExpertsBlock, Routing
 
 BIAS_RATE = 1e-3
 REFUSED = {
@@ -83,31 +83,32 @@ def _listed(value: Any) -> list[Any]:
     return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
 
 
-def not_writable(config: MoeConfig) -> str | None:
-    """What Megatron's router cannot compute; None if it computes this model."""
-    if config.router_score == "softmax" and config.router_bias_rate is not None:
+def not_writable(routing: Routing) -> str | None:
+    """What Megatron's router cannot compute; None if it computes this routing."""
+    if routing.score == "softmax" and routing.bias_rate is not None:
         return "model.router_bias_rate with softmax scores"
-    if config.experts_per_token == 1 and config.router_normalize:
+    if routing.top_k == 1 and routing.normalizes:
         return "model.router_normalize with one expert per token"
-    if config.router_score == "sigmoid" and config.experts_per_token > 1 and not config.router_normalize:
+    if routing.score == "sigmoid" and routing.top_k > 1 and not routing.normalizes:
         return "sigmoid scores without model.router_normalize"
     return None
 
 
-def args_of_experts(config: MoeConfig, tensor: int, grouped: bool) -> dict[str, Any]:
-    """The args to save for a family with experts. Steelyard's load-balancing loss is that of each sequence."""
-    pattern = [int(number not in config.dense_layers) for number in range(config.layers)]
+def args_of_experts(block: ExpertsBlock, has_experts: list[bool], tensor: int, grouped: bool) -> dict[str, Any]:
+    """The args to save for experts in some layers. Steelyard's load-balancing loss is that of each sequence."""
+    routing = block.routing
     return {
-        "num_experts": config.experts, "moe_router_topk": config.experts_per_token,
-        "moe_ffn_hidden_size": config.expert_ffn, "moe_shared_expert_intermediate_size": config.shared_ffn,
-        "moe_layer_freq": pattern if config.dense_layers else 1, "moe_router_score_function": config.router_score,
-        "moe_router_pre_softmax": config.router_score == "softmax" and not config.router_normalize,
-        "moe_router_topk_scaling_factor": None if config.router_scale == 1 else config.router_scale,
-        "moe_router_enable_expert_bias": config.router_bias_rate is not None,
-        "moe_router_bias_update_rate": config.router_bias_rate or BIAS_RATE,
-        "moe_router_load_balancing_type": "seq_aux_loss" if config.aux_loss else "none",
-        "moe_aux_loss_coeff": config.aux_loss, "moe_z_loss_coeff": config.router_z_loss or None,
-        "moe_expert_capacity_factor": config.capacity, "moe_token_drop_policy": "position",
+        "num_experts": routing.experts, "moe_router_topk": routing.top_k,
+        "moe_ffn_hidden_size": block.ffn, "moe_shared_expert_intermediate_size": block.shared_ffn,
+        "moe_layer_freq": 1 if all(has_experts) else [int(each) for each in has_experts],
+        "moe_router_score_function": routing.score,
+        "moe_router_pre_softmax": routing.score == "softmax" and not routing.normalizes,
+        "moe_router_topk_scaling_factor": None if routing.scale == 1 else routing.scale,
+        "moe_router_enable_expert_bias": routing.bias_rate is not None,
+        "moe_router_bias_update_rate": routing.bias_rate or BIAS_RATE,
+        "moe_router_load_balancing_type": "seq_aux_loss" if routing.aux_loss else "none",
+        "moe_aux_loss_coeff": routing.aux_loss, "moe_z_loss_coeff": routing.z_loss or None,
+        "moe_expert_capacity_factor": routing.capacity, "moe_token_drop_policy": "position",
         "moe_token_dispatcher_type": "alltoall", "moe_grouped_gemm": grouped, "moe_router_dtype": "fp32",
         "expert_model_parallel_size": 1, "expert_tensor_parallel_size": tensor,
     }  # fmt: skip

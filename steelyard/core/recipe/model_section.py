@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Self
 
@@ -29,6 +29,8 @@ class ModelConfig(Section):
     model_types: ClassVar[tuple[str, ...]] = ()
     """The `model_type` of each."""
     hf_keys: ClassVar[HfKeys] = HfKeys(LLAMA_MODULES)
+    gguf_architectures: ClassVar[tuple[str, ...]] = ()
+    """Architectures of llama.cpp."""
 
     family: str
     layers: Layers
@@ -75,6 +77,15 @@ class ModelConfig(Section):
     def to_hf(self, extra: dict[str, Any]) -> dict[str, Any]:
         """The config.json, except for keys of every family. `extra` has what the config does not: `hf_config.py`."""
         raise NotImplementedError
+
+    @classmethod
+    def from_gguf(cls, name: str, fields: dict[str, Any], setting: Callable[..., Any]) -> ModelConfig:
+        """The config of an architecture of llama.cpp, from the keys of every family and its own settings."""
+        raise NotImplementedError
+
+    def to_gguf(self) -> tuple[str, dict[str, int | float | str]]:
+        """The architecture and its own settings. Raises a ValueError with what has no counterpart there."""
+        raise ValueError(f"the family {self.family}")
 
     @classmethod
     def architecture_of(cls, hf: Mapping[str, Any]) -> str | None:

@@ -50,6 +50,16 @@ def of_architecture(name: str | None) -> type[ModelConfig] | None:
     return next((each for each in FAMILIES.values() if name in each.architectures), None)
 
 
+def of_gguf(name: str | None) -> type[ModelConfig] | None:
+    """The family of an architecture of llama.cpp."""
+    return next((each for each in FAMILIES.values() if name in each.gguf_architectures), None)
+
+
+def gguf_architectures() -> list[str]:
+    """All supported architectures of llama.cpp."""
+    return sorted({name for each in FAMILIES.values() for name in each.gguf_architectures})
+
+
 def architectures() -> list[str]:
     """All supported classes of `transformers`."""
     return sorted({name for each in FAMILIES.values() for name in each.architectures})

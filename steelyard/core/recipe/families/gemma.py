@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
@@ -28,6 +29,10 @@ class GemmaConfig(RotaryConfig):
 
     hf_keys: ClassVar[HfKeys] = HfKeys(SANDWICH_MODULES)
     norm_places: ClassVar[tuple[str, ...]] = NORM_PLACES
+    gguf_largest: ClassVar[int]
+    """The number of layers for which llama.cpp takes the scale of 27B. It computes the scale, and reads no other."""
+    gguf_full_every: ClassVar[int]
+    """Every how many layers have full attention in llama.cpp."""
     activation: ClassVar[Any] = "gelu"
 
     head_dim: Heads = 256
@@ -46,6 +51,20 @@ class GemmaConfig(RotaryConfig):
 
     def ends(self) -> dict[str, Any]:
         return {"embed_scale": self.hidden**0.5}
+
+    @classmethod
+    def _from_gguf(cls, fields: dict[str, Any], window: int) -> dict[str, Any]:
+        is_largest = fields["layers"] == cls.gguf_largest
+        scale = fields["hidden"] // fields["heads"] if is_largest else fields["head_dim"]
+        return fields | {"query_scale": scale, "full_every": cls.gguf_full_every, "window": window}
+
+    def to_gguf(self) -> tuple[str, dict[str, int | float | str]]:
+        scale = self.hidden // self.heads if self.layers == self.gguf_largest else self.head_dim
+        if self.query_scale != scale:
+            raise ValueError(f"model.query_scale = {self.query_scale} (llama.cpp computes {scale})")
+        if self.full_every != self.gguf_full_every:
+            raise ValueError(f"model.full_every = {self.full_every} (llama.cpp has {self.gguf_full_every})")
+        return self.family, {"attention.sliding_window": self.window}
 
     @classmethod
     def _fields(cls, hf: HfFields, every: int) -> dict[str, Any]:
@@ -73,6 +92,8 @@ class Gemma2Config(GemmaConfig):
 
     architectures: ClassVar[tuple[str, ...]] = ("Gemma2ForCausalLM",)
     model_types: ClassVar[tuple[str, ...]] = ("gemma2",)
+    gguf_architectures: ClassVar[tuple[str, ...]] = ("gemma2",)
+    gguf_largest, gguf_full_every = 46, 2
 
     family: Literal["gemma2"]
     attention_softcap: NonNegativeFloat = Field(50.0, description="limit of the scores; 0 for none")
@@ -90,6 +111,21 @@ class Gemma2Config(GemmaConfig):
         attention, logits = (0.0 if cap is None else float(cap) for cap in caps)
         return cls(family="gemma2", attention_softcap=attention, logit_softcap=logits, **cls._fields(hf, 2))
 
+    @classmethod
+    def from_gguf(cls, name: str, fields: dict[str, Any], setting: Callable[..., Any]) -> Gemma2Config:
+        caps = setting("attn_logit_softcapping", 50.0), setting("final_logit_softcapping", 30.0)
+        own = cls._from_gguf(fields, setting("attention.sliding_window", 4096))
+        return cls(family="gemma2", attention_softcap=caps[0], logit_softcap=caps[1], **own)
+
+    def to_gguf(self) -> tuple[str, dict[str, int | float | str]]:
+        name, settings = super().to_gguf()
+        if not self.attention_softcap or not self.logit_softcap:
+            raise ValueError("a softcap of 0 in the family gemma2")
+        if not self.tied:
+            raise ValueError("model.tied = false in the family gemma2")
+        caps = {"attn_logit_softcapping": self.attention_softcap, "final_logit_softcapping": self.logit_softcap}
+        return name, settings | caps
+
     def to_hf(self, extra: dict[str, Any]) -> dict[str, Any]:
         return {
             "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", **self._to_hf(extra),
@@ -103,6 +139,8 @@ class Gemma3Config(GemmaConfig):
 
     architectures: ClassVar[tuple[str, ...]] = ("Gemma3ForCausalLM",)
     model_types: ClassVar[tuple[str, ...]] = ("gemma3_text",)
+    gguf_architectures: ClassVar[tuple[str, ...]] = ("gemma3",)
+    gguf_largest, gguf_full_every = 62, 6
 
     family: Literal["gemma3"]
     full_every: Layers = 6
@@ -135,6 +173,16 @@ class Gemma3Config(GemmaConfig):
             family="gemma3", local_rope_theta=local_theta,
             **{**fields, "rope_theta": theta, "rope_scaling": scaling},
         )  # fmt: skip
+
+    @classmethod
+    def from_gguf(cls, name: str, fields: dict[str, Any], setting: Callable[..., Any]) -> Gemma3Config:
+        local = float(setting("rope.freq_base_swa", 10000.0))
+        own = cls._from_gguf(fields, setting("attention.sliding_window"))
+        return cls(family="gemma3", local_rope_theta=local, **own)
+
+    def to_gguf(self) -> tuple[str, dict[str, int | float | str]]:
+        name, settings = super().to_gguf()
+        return name, settings | {"rope.freq_base_swa": float(self.local_rope_theta)}
 
     def to_hf(self, extra: dict[str, Any]) -> dict[str, Any]:
         # In the spelling of transformers 4, which 5 reads too.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
@@ -19,6 +20,7 @@ class LlamaConfig(RotaryConfig):
 
     architectures: ClassVar[tuple[str, ...]] = ("LlamaForCausalLM", MISTRAL, QWEN2)
     model_types: ClassVar[tuple[str, ...]] = ("llama", "mistral", "qwen2")
+    gguf_architectures: ClassVar[tuple[str, ...]] = ("llama", "qwen2")
 
     family: Literal["llama"]
     qkv_bias: bool = False
@@ -41,6 +43,13 @@ class LlamaConfig(RotaryConfig):
             window = window_of(hf, default=4096)
         hf.ignore("sliding_window")  # Llama has no windows, whatever its file says.
         return cls(family="llama", qkv_bias=name == QWEN2, window=window, **rotary_fields(hf))
+
+    @classmethod
+    def from_gguf(cls, name: str, fields: dict[str, Any], setting: Callable[..., Any]) -> LlamaConfig:
+        return cls(family="llama", qkv_bias=name == "qwen2", **fields)
+
+    def to_gguf(self) -> tuple[str, dict[str, int | float | str]]:
+        return ("qwen2" if self.qkv_bias else "llama"), {}
 
     def to_hf(self, extra: dict[str, Any]) -> dict[str, Any]:
         hf = rotary_config(self, extra)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
@@ -48,12 +49,22 @@ class Qwen3Config(Qwen3Attention):
 
     architectures: ClassVar[tuple[str, ...]] = ("Qwen3ForCausalLM",)
     model_types: ClassVar[tuple[str, ...]] = ("qwen3",)
+    gguf_architectures: ClassVar[tuple[str, ...]] = ("qwen3",)
 
     family: Literal["qwen3"]
 
     @classmethod
     def from_hf(cls, hf: HfFields) -> Qwen3Config:
         return cls(family="qwen3", **cls.attention_fields(hf), **rotary_fields(hf, head_dim=128))
+
+    @classmethod
+    def from_gguf(cls, name: str, fields: dict[str, Any], setting: Callable[..., Any]) -> Qwen3Config:
+        return cls(family="qwen3", **fields)
+
+    def to_gguf(self) -> tuple[str, dict[str, int | float | str]]:
+        if self.qkv_bias:
+            raise ValueError("model.qkv_bias = true in the family qwen3")
+        return "qwen3", {}
 
     def to_hf(self, extra: dict[str, Any]) -> dict[str, Any]:
         return {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", **self.attention_config(extra)}
