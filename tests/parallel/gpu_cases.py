@@ -143,7 +143,7 @@ def cases() -> list[Case]:
         settings = (*UNCOMPILED, *test_muon.FP32)
         found.append(Case(f"muon, {layout}", ranks, "llama", overrides, test_muon.ROUNDING, settings))
     ranks, overrides = test_experts.LAYOUTS["expert x tensor"]
-    # AdamW divides small gradients by their own size: noise of 1e-9 in them changes gradient norms by 5e-4 with experts.
+    # AdamW divides small gradients by their own size: noise of 1e-9 in them changes gradient norms by 5e-4 here.
     settings = (*UNCOMPILED, *test_muon.FP32, "optim.eps=1e-3")
     found.append(Case("muon, expert x tensor", ranks, "experts", overrides, test_muon.ROUNDING, settings))
     for layout in FOR_PRUNE:
