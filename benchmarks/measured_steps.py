@@ -161,11 +161,14 @@ def korthikanti(folder: Path) -> Iterator[Case]:
 
 def own_engine() -> Iterator[Case]:
     """This engine on one H200 (docs/benchmarks.md, `train_speed.py`)."""
-    for name, precision, batch, measured in (
-        ("llama3.2-1b", "bf16", 4, 0.2493), ("llama3.2-1b", "fp8", 4, 0.2153), ("gpt2-small", "bf16", 64, 0.1153)
+    small = ["optim.state=int8"]
+    for name, precision, batch, micro_batches, measured, more in (
+        ("llama3.2-1b", "bf16", 4, 1, 0.2493, []), ("llama3.2-1b", "fp8", 4, 1, 0.2153, []),
+        ("gpt2-small", "bf16", 64, 1, 0.1153, []), ("llama3.2-1b", "bf16", 4, 8, 2.0237, []),
+        ("llama3.1-8b", "bf16", 1, 8, 5.98466, small), ("llama3.1-8b", "fp8", 1, 8, 4.80001, small),
     ):  # fmt: skip
-        overrides = [f"train.micro_batch={batch}", f"train.global_batch={batch}", f"train.precision={precision}"]
-        recipe = load_recipe(name, overrides)
+        sizes = [f"train.micro_batch={batch}", f"train.global_batch={batch * micro_batches}"]
+        recipe = load_recipe(name, [*sizes, f"train.precision={precision}", *more])
         yield Case(
             "own engine", f"{name} {precision}", f"{name} {precision}", measured, recipe,
             cluster([{"type": "h200", "count": 1, "gpu": "h200", "gpus": 1}], 50.0),

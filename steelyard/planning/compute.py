@@ -14,6 +14,7 @@ from functools import lru_cache
 
 from steelyard.core.recipe import Recipe
 from steelyard.core.recipe.blocks import ExpertsBlock
+from steelyard.core.recipe.optimizers import GRADIENT_BYTES
 from steelyard.planning.software import Software
 from steelyard.sizes.activations import FP32, working_bytes
 from steelyard.sizes.gpu_catalogue import Gpu
@@ -113,12 +114,17 @@ class Work:
     expert: int = 1
     imbalance: float = 1.0
     """Slots of the busiest expert rank relative to an even load; a slot is a token with one of its experts."""
+    gradient_bytes: int = FP32
+    """Bytes of a gradient that a rank sums over micro-batches."""
+    sums: bool = False
+    """Whether there are several micro-batches."""
 
     @classmethod
     def of(cls, recipe: Recipe, gpu: Gpu, software: Software, micro_batch: int, cut: tuple[int, int, bool]) -> Work:
         """The work of a rank of a recipe; `cut` is (tensor, context, sequence_parallel)."""
         each = working_bytes(recipe)
-        return cls(gpu, software, recipe.train.precision, each, micro_batch, *cut)
+        gradient_bytes = GRADIENT_BYTES[recipe.optim.gradients]
+        return cls(gpu, software, recipe.train.precision, each, micro_batch, *cut, gradient_bytes=gradient_bytes)
 
     @property
     def rate(self) -> float:
@@ -174,6 +180,11 @@ def linear(work: Work, tokens: int, inputs: int, outputs: int, batch: int = 1) -
     """Forward and backward seconds of `batch` linear maps: one product forward, one each for both gradients."""
     forward = product(work, tokens, outputs, inputs, batch)
     backward = product(work, tokens, inputs, outputs, batch) + product(work, outputs, inputs, tokens, batch)
+    if work.software.master_weights and work.precision != "fp32":
+        weights = batch * inputs * outputs / work.bandwidth
+        # Adding to a sum reads both and writes the sum. fp8 has its own casts.
+        backward += weights * (work.gradient_bytes - work.each + (3 * work.gradient_bytes if work.sums else 0))
+        forward += weights * (FP32 + work.each if work.precision != "fp8" else 0)
     if work.precision != "fp8":
         return forward, backward
     # Inputs and weights are scaled and cast before the first product, gradients before the others.

@@ -229,7 +229,8 @@ class Predictor:
         return gpu if profile is None else profile.calibrated(gpu, self.recipe.train.precision)
 
     def _cost_on(self, layout: Layout, gpu: Gpu, tensor: Ring, context: Ring, expert: AllToAll) -> StageCost:
-        key = (gpu.name, tensor, context, expert, layout.micro_batch, layout.sequence_parallel, layout.recompute)
+        sums = self.micro_batches(layout) > 1
+        key = (gpu.name, tensor, context, expert, layout.micro_batch, layout.sequence_parallel, layout.recompute, sums)
         if key not in self._costs_on:
             self._costs_on[key] = self._new_cost(layout, gpu, tensor, context, expert)
         return self._costs_on[key]
@@ -237,7 +238,8 @@ class Predictor:
     def _new_cost(self, layout: Layout, gpu: Gpu, tensor: Ring, context: Ring, expert: AllToAll) -> StageCost:
         cut = (layout.tensor, layout.context, layout.sequence_parallel)
         work = Work.of(self.recipe, gpu, self.software, layout.micro_batch, cut)
-        work = replace(work, expert=layout.expert, imbalance=self.imbalance)
+        sums = self.micro_batches(layout) > 1
+        work = replace(work, expert=layout.expert, imbalance=self.imbalance, sums=sums)
         tokens = layout.micro_batch * self.dims.sequence // layout.context
         stream = self.each * tokens * self.dims.hidden
         # Sequence parallelism replaces an all-reduce by a reduce-scatter and an all-gather: same bytes, two launches.

@@ -48,6 +48,8 @@ class Software:
     """Fixed seconds per step: reading a batch, reading the loss, logging (fitted)."""
     bf16_sum_bytes: float = 0.0
     """Bytes per weight and micro-batch to add a bf16 gradient to an fp32 sum."""
+    master_weights: bool = False
+    """Products of 16 bits cast their fp32 weights in every micro-batch, and write gradients as large as their sum."""
     split_softmax: int = 0
     """Additional kernels if heads x micro-batch of a rank is not a multiple of four: softmax is not fused then."""
     inner_kept: int = 2
@@ -129,6 +131,7 @@ STEELYARD = Software(
     step_overhead=0.7e-3,
     stops_early=True,
     fused_head=True,
+    master_weights=True,
 )
 # The loss is not compiled and uses fp32 logits: cast 6, softmax 12, backward 4, 12 and 6.
 TORCHTITAN = replace(

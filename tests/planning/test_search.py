@@ -191,7 +191,7 @@ def test_a_gpu_without_the_precision_is_left_out():
 
 
 def test_cost_and_energy_choose_fewer_nodes_than_time():
-    recipe, machines = gpt(layers=24, hidden=2048, batch=32), fasops_cluster()
+    recipe, machines = gpt(layers=24, hidden=2048, batch=128), fasops_cluster()
     limits = SearchLimits(micro_batch=4, virtual=1, schedules=("1f1b",))
     fastest, cheapest, coolest = (
         search(recipe, machines, objective, 1, limits).plans[0] for objective in ("time", "cost", "energy")
@@ -204,11 +204,11 @@ def test_cost_and_energy_choose_fewer_nodes_than_time():
 
 def test_the_frontier_holds_no_plan_that_another_beats_in_both():
     limits = SearchLimits(micro_batch=4, virtual=1, schedules=("1f1b",))
-    plans = search(gpt(layers=24, hidden=2048, batch=32), fasops_cluster(), "pareto", 10, limits).plans
+    plans = search(gpt(layers=24, hidden=2048, batch=128), fasops_cluster(), "pareto", 10, limits).plans
     points = sorted((plan.seconds, plan.value("cost")) for plan in plans)
     assert len(points) > 1
     assert all(one[1] > other[1] for one, other in pairwise(points))
-    shorter = search(gpt(layers=24, hidden=2048, batch=32), fasops_cluster(), "pareto", 1, limits).plans
+    shorter = search(gpt(layers=24, hidden=2048, batch=128), fasops_cluster(), "pareto", 1, limits).plans
     assert len(shorter) == len(plans)  # `top` does not cut it.
 
 
@@ -222,7 +222,7 @@ def test_a_frontier_is_one_after_its_partitions_were_refined():
 
 
 def test_a_frontier_that_was_cut_off_among_fast_plans_holds_the_cheap_ones_too():
-    recipe, machines = gpt(layers=24, hidden=2048, batch=32), fasops_cluster()
+    recipe, machines = gpt(layers=24, hidden=2048, batch=128), fasops_cluster()
     limits = SearchLimits(micro_batch=4, virtual=1, schedules=("1f1b",), meshes=4)
     cheapest = search(recipe, machines, "cost", 1, limits).plans[0]
     plans = search(recipe, machines, "pareto", 10, limits).plans
@@ -316,7 +316,8 @@ def test_any_number_of_nodes_is_tried_and_an_answer_is_only_called_complete_if_a
 
 
 def test_one_node_is_found_where_it_is_the_cheapest():
-    found = search(gpt2_xl(), cluster(("a10", 8, 4), price_hour=4.0), "cost", 3)
+    recipe = gpt(layers=48, hidden=1600, heads=16, batch=16)
+    found = search(recipe, cluster(("a10", 8, 4), price_hour=4.0), "cost", 3)
     assert found.complete
     assert found.plans[0].layout.placement == (("a10", 1),)
 
