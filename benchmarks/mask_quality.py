@@ -2,12 +2,17 @@
 
     python benchmarks/mask_quality.py MODEL --text wikitext2-valid.txt --more english-prose.txt
     python benchmarks/mask_quality.py MODEL --text ... --more ... --method joint
+    python benchmarks/mask_quality.py MODEL --corpus FOLDER --part test --prior prior.mask --try "train.seed=1" ...
     python benchmarks/mask_quality.py --tiny        # a small random model on docs/, as a smoke test
 
 The last 15% of the lines of --text are only for evaluation; the rest, and all of --more, are for calibration and mask
 learning. Masks are learned as published (docs/sparsity.md), with the mask of SparseGPT as prior, in 500 steps of 16 x
 1024 tokens. --try changes recipe keys of that and can be repeated; each is a row. Each row is printed at once as one
 line of JSON, the most important first.
+
+--corpus is a folder of `build_corpus.py`: its train part, or the token files of --tokens, is for training, and the
+first --windows, or more, of one of the other parts for evaluation. With --prior (a mask file of
+`steelyard prune --save mask`) the one-shot methods are left out, which saves time on a GPU.
 
 --method joint trains weights and masks together, with distillation. Its rows beside the dense model are a dense model
 that was trained on the same tokens, and masks that are learned in half of the steps and fine-tuned in the other half.
@@ -32,6 +37,7 @@ from steelyard.checkpoint.formats import open_source
 from steelyard.checkpoint.formats.write import Target, convert
 from steelyard.core.recipe import load_recipe
 from steelyard.sparsity import sparsity_extension
+from steelyard.text.formats import reading
 
 SHARE = 0.85
 DOCS = Path(__file__).parents[1] / "docs"
@@ -48,6 +54,11 @@ def main() -> None:
     parser.add_argument("model", nargs="?", help="a checkpoint of any format, with its tokenizer")
     parser.add_argument("--text", type=Path, help="text file; a part of it is for evaluation")
     parser.add_argument("--more", type=Path, nargs="*", default=[], help="more text files for training")
+    parser.add_argument("--corpus", type=Path, help="in place of --text and --more")
+    parser.add_argument("--part", choices=["validation", "test"], default="validation", help="of the corpus")
+    parser.add_argument("--windows", type=int, default=304, help="the least number of the part")
+    parser.add_argument("--tokens", help="prefix of token files of the train part")
+    parser.add_argument("--prior", type=Path, help="mask file; leaves out the one-shot methods")
     parser.add_argument("--method", choices=list(TRIES), default="learned")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--length", type=int, default=1024)
@@ -58,8 +69,8 @@ def main() -> None:
     )
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
-    if not options.tiny and (options.model is None or options.text is None):
-        parser.error("pass a model and --text, or --tiny")
+    if not options.tiny and (options.model is None or (options.text is None) == (options.corpus is None)):
+        parser.error("pass a model and --text or --corpus, or --tiny")
     folder = Path(tempfile.mkdtemp(prefix="steelyard-masks-"))
     try:
         if options.tiny:
@@ -86,24 +97,27 @@ def shrink(options: argparse.Namespace, folder: Path) -> None:
 
 def measure(options: argparse.Namespace, folder: Path) -> None:
     """Print a row for the dense model, for SparseGPT, for each --try, and for the other pruning methods."""
-    lines = options.text.read_text(encoding="utf-8").splitlines(keepends=True)
-    cut = int(SHARE * len(lines))
     learn, held_out = folder / "learn.txt", folder / "measure.txt"
-    learn.write_text("".join(lines[:cut]) + "".join(each.read_text(encoding="utf-8") for each in options.more))
-    held_out.write_text("".join(lines[cut:]))
+    if options.corpus is None:
+        lines = options.text.read_text(encoding="utf-8").splitlines(keepends=True)
+        cut = int(SHARE * len(lines))
+        learn.write_text("".join(lines[:cut]) + "".join(each.read_text(encoding="utf-8") for each in options.more))
+        held_out.write_text("".join(lines[cut:]))
+    else:
+        excerpt(options.corpus / "train.jsonl.zst", learn, options.samples, options)
+        excerpt(options.corpus / f"{options.part}.jsonl.zst", held_out, options.windows, options)
     shown = ["--calibration", learn, "--samples", options.samples, "--sequence-length", options.length]
     ppl = ["eval", "ppl", "--data", held_out, "--sequence-length", options.length]
     model, mask = options.model, folder / "prior.mask"
     row("dense", steelyard(*ppl, model))
-    steelyard("prune", model, folder / "sparsegpt", "--method", "sparsegpt", *shown)
-    row("sparsegpt", steelyard(*ppl, folder / "sparsegpt"))
-    steelyard("prune", model, mask, "--method", "sparsegpt", "--save", "mask", *shown)
-    row("sparsegpt --no-update-weights", steelyard(*ppl, model, "--mask", mask))
-    prefix = folder / "learn"
-    steelyard(
-        "data", "tokenize", "--input", learn, "--document", "file", "--tokenizer", model, "--output-prefix", prefix
-    )
-    data = f"{prefix}_text_document"
+    if options.prior is not None:
+        mask = options.prior
+    else:
+        steelyard("prune", model, folder / "sparsegpt", "--method", "sparsegpt", *shown)
+        row("sparsegpt", steelyard(*ppl, folder / "sparsegpt"))
+        steelyard("prune", model, mask, "--method", "sparsegpt", "--save", "mask", *shown)
+        row("sparsegpt --no-update-weights", steelyard(*ppl, model, "--mask", mask))
+    data = options.tokens or tokenized(options, learn, folder / "learn")
     kept = ("loss", "mask_max_probability", "mask_from_prior", "distill_loss", "zeros", "tokens_per_second")
     for number, words in enumerate(options.tries or TRIES[options.method]):
         run, seconds = trained(options, data, options.method, mask, words.split(), folder / f"run-{number}")
@@ -112,10 +126,26 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
         row(f"{options.method}, {words}", steelyard(*ppl, run.path), seconds=round(seconds, 1), **found)
     if options.method == "joint":
         baselines(options, data, mask, ppl, folder)
-        return
-    for method in ("wanda", "hessian", "magnitude"):
+    for method in ("wanda", "hessian", "magnitude") if options.method == "learned" and options.prior is None else ():
         steelyard("prune", model, folder / f"{method}.mask", "--method", method, "--save", "mask", *shown)
         row(method, steelyard(*ppl, model, "--mask", folder / f"{method}.mask"))
+
+
+def excerpt(part: Path, to: Path, windows: int, options: argparse.Namespace) -> None:
+    """Write the first documents of a part that fill at least these windows, at no more than six bytes a token."""
+    left = 6 * windows * options.length
+    with reading(part, "zst") as lines, to.open("wb") as out:
+        while left > 0 and (line := lines.readline()):
+            left -= out.write(json.loads(line)["text"].encode() + b"\n\n")
+
+
+def tokenized(options: argparse.Namespace, learn: Path, prefix: Path) -> str:
+    """Token files of the training text."""
+    text = ["--input", learn, "--document", "file"]
+    if options.corpus is not None:
+        text = ["--input", options.corpus / "train.jsonl.zst"]
+    steelyard("data", "tokenize", *text, "--tokenizer", options.model, "--output-prefix", prefix)
+    return f"{prefix}_text_document"
 
 
 def baselines(options: argparse.Namespace, data: str, mask: Path, ppl: list[Any], folder: Path) -> None:
