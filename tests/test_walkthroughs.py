@@ -116,7 +116,7 @@ def test_the_page_on_two_gpus_works_as_written(environment):
     assert "perplexity" in of(said, "eval ppl")
     run = Run.open("runs/gpt-12x512")
     assert run.state == "finished"
-    assert "rank 1" in of(said, "watch")
+    assert "slowest rank" in of(said, "watch")  # Either of the two, as it happens.
     assert list((run.path / "wandb").glob("offline-run-*"))
     assert list(run.path.rglob("events.out.tfevents*"))
 
