@@ -111,6 +111,7 @@ class LanguageModel(nn.Module):
         selects_early = loss_positions_BK is not None and batch.labels_BL is not None and self._can_select_early()
         if selects_early and batch.tokens_BL.is_cuda:  # Compiles the last layer once for any number of positions.
             torch._dynamo.maybe_mark_dynamic(loss_positions_BK, 1)
+        # Generation alone keeps only the last logits; it adds a layer's output together with the next layer's norm.
         infers, branch_BLD = batch.logits_to_keep is not None and not self.training, None
         for number, layer in self.layers.items():
             if cache is not None:

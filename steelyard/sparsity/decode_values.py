@@ -125,22 +125,20 @@ def as_kind(pair, stored: tl.constexpr, kind: tl.constexpr, upper: tl.constexpr 
 
 @triton.jit
 def _two_integers(word, kind: tl.constexpr, upper: tl.constexpr):
-    # prmt: the two bytes become the lower bytes of both halves. lop3 0xEA: (a & b) | c.
+    # prmt: the two bytes become the lower bytes of both halves. lop3 0xEA: (a & b) | c. The constants are 1, 128 and
+    # -128 in bf16, or 1, 1024 and -1024 in fp16, in both halves.
     bytes_: tl.constexpr = "0x4342" if upper else "0x4140"
-    if kind == tl.bfloat16:
-        return tl.inline_asm_elementwise(
-            "{ .reg .b32 p, t, c, one; prmt.b32 p, $1, 0, " + bytes_ + "; mov.b32 one, 0x3F803F80; "
-            "lop3.b32 t, p, 0x007F007F, 0x43004300, 0xEA; lop3.b32 c, p, 0x00800080, 0xC300C300, 0xEA; "
-            "fma.rn.bf16x2 $0, t, one, c; }",
-            "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1,
-        )  # fmt: skip
-    else:
-        return tl.inline_asm_elementwise(
-            "{ .reg .b32 p, t, c, one; prmt.b32 p, $1, 0, " + bytes_ + "; mov.b32 one, 0x3C003C00; "
-            "lop3.b32 t, p, 0x007F007F, 0x64006400, 0xEA; lop3.b32 c, p, 0x00800080, 0xE400E400, 0xEA; "
-            "fma.rn.f16x2 $0, t, one, c; }",
-            "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1,
-        )  # fmt: skip
+    is_bf16: tl.constexpr = kind == tl.bfloat16
+    one: tl.constexpr = "0x3F803F80" if is_bf16 else "0x3C003C00"
+    positive: tl.constexpr = "0x43004300" if is_bf16 else "0x64006400"
+    negative: tl.constexpr = "0xC300C300" if is_bf16 else "0xE400E400"
+    fma: tl.constexpr = "fma.rn.bf16x2" if is_bf16 else "fma.rn.f16x2"
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 p, t, c, one; prmt.b32 p, $1, 0, " + bytes_ + "; mov.b32 one, " + one + "; "
+        "lop3.b32 t, p, 0x007F007F, " + positive + ", 0xEA; lop3.b32 c, p, 0x00800080, " + negative + ", 0xEA; "
+        + fma + " $0, t, one, c; }",
+        "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit

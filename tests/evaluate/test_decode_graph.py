@@ -42,7 +42,7 @@ def decoded(network, tokens_BL, prompt=20):
     return torch.stack(found, dim=1)
 
 
-def close(found, expected):
+def assert_close(found, expected):
     tolerance = 3e-2 if DEVICE.type == "cuda" else 1e-5
     assert (found - expected).abs().max() <= tolerance * expected.abs().max()
 
@@ -53,10 +53,10 @@ def test_tokens_one_by_one_have_the_logits_of_the_whole_text(shape):
     tokens_BL = torch.randint(0, 500, (3, 300), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(1))
     with torch.no_grad():  # The plain versions: kernels are used in inference mode only.
         expected = network(Batch(tokens_BL))[:, 19:]
-    close(decoded(network, tokens_BL), expected)
+    assert_close(decoded(network, tokens_BL), expected)
     join_projections(network)
     assert network.layers["0"].attention.joined is not None
-    close(decoded(network, tokens_BL), expected)
+    assert_close(decoded(network, tokens_BL), expected)
 
 
 @pytest.mark.parametrize("values", [None, "int8", "fp8"])
@@ -70,4 +70,4 @@ def test_compressed_projections_are_joined(values, monkeypatch):
         monkeypatch.setattr(sparse_linear, "prepare", lambda network: (join_projections(network), prepare(network)))
     network = loaded(source, DEVICE, DTYPE, sparse=True)
     assert isinstance(network.layers["0"].attention.joined, sparse_linear.SparseLinear)
-    close(decoded(network, tokens_BL.to(DEVICE)).cpu(), expected)
+    assert_close(decoded(network, tokens_BL.to(DEVICE)).cpu(), expected)

@@ -25,7 +25,7 @@ def random(*size, dtype):
     return torch.randn(*size, generator=GENERATOR).to(DEVICE, dtype)
 
 
-def close(found, expected):
+def assert_close(found, expected):
     small = 2e-2 if expected.dtype == torch.bfloat16 else 2e-6
     torch.testing.assert_close(found, expected, rtol=small, atol=small)
 
@@ -39,11 +39,11 @@ def test_the_norm(dtype, is_offset):
     scale = norm.offset if is_offset else norm.weight
     scale.copy_(random(192, dtype=torch.float32))
     x = random(2, 3, 192, dtype=dtype)
-    close(inference_kernels.rms_norm(x, scale, 1e-5, is_offset), norm(x))
+    assert_close(inference_kernels.rms_norm(x, scale, 1e-5, is_offset), norm(x))
     branch = random(2, 3, 192, dtype=dtype)
     total, normalized = inference_kernels.add_rms_norm(x, branch, scale, 1e-5, is_offset)
-    close(total, x + branch)
-    close(normalized, norm(x + branch))
+    assert_close(total, x + branch)
+    assert_close(normalized, norm(x + branch))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -54,8 +54,8 @@ def test_gated_activations_of_two_tensors_and_of_the_halves_of_one(dtype, activa
     both = random(2, 3, 2 * 1100, dtype=dtype)
     gate, up = both.chunk(2, dim=-1)
     expected = gated(gate, up, activation)
-    close(inference_kernels.gated(gate, up, activation), expected)
-    close(inference_kernels.gated(gate.contiguous(), up.contiguous(), activation), expected)
+    assert_close(inference_kernels.gated(gate, up, activation), expected)
+    assert_close(inference_kernels.gated(gate.contiguous(), up.contiguous(), activation), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -67,7 +67,7 @@ def test_rotary_positions_of_all_or_a_part_of_each_head(dtype, heads, turning):
     x = random(2, 5, heads, 24, dtype=dtype).transpose(1, 2)
     for positions in (torch.arange(3, 8)[None], torch.tensor([[0, 1, 2, 3, 4], [7, 8, 9, 10, 11]])):
         cosine, sine = rope_cos_sin(Rope(width=turning, theta=10000.0), positions.to(DEVICE))
-        close(inference_kernels.rotated(x, cosine, sine), apply_rope(x, (cosine, sine)))
+        assert_close(inference_kernels.rotated(x, cosine, sine), apply_rope(x, (cosine, sine)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -84,9 +84,9 @@ def test_a_token_is_rotated_into_the_cache(dtype, heads, kv_heads):
     rotation = rope_cos_sin(Rope(width=16, theta=10000.0), place[None])
     expected[0][:, :, 17], expected[1][:, :, 17] = apply_rope(key, rotation)[:, :, 0], value[:, :, 0]
     turned = inference_kernels.rotated_into_cache(query, key, value, rotation, *buffers, place)
-    close(turned, apply_rope(query, rotation))
+    assert_close(turned, apply_rope(query, rotation))
     for found, wanted in zip(buffers, expected, strict=True):
-        close(found, wanted)
+        assert_close(found, wanted)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -104,4 +104,4 @@ def test_attention_of_one_query_reads_the_keys_up_to_its_place(dtype, scoring, h
         expected = attend_one(query, key, value, KeysUpTo(where), scoring)
         for _ in range(2):  # The counters are zero again.
             found = inference_kernels.attend_one(query, key, value, where, *scoring)
-            close(found, expected)
+            assert_close(found, expected)
