@@ -4,6 +4,8 @@ Training compiles its layers, which fuses these operations. Inference starts wit
 be 3 to 14 kernels of about two microseconds: for one token, a third of the time of a model with 8 billion parameters.
 The plain versions in `modules.py`, `rope.py`, `mlp.py` and `attention.py` are the specification.
 
+Each kernel starts while the one before it is finishing (`dependent_launch.py`).
+
 This module is imported only on machines with a GPU, since others may have no Triton.
 
 Tensor suffixes: B batch, L length, H heads, K key-value heads, E head width.
@@ -21,6 +23,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from steelyard.model import dependent_launch
+from steelyard.model.dependent_launch import let_next_start, wait_for_previous
 
 HEADS = 8  # of one program that rotates
 COLUMNS = 1024  # of one program that activates
@@ -47,7 +52,7 @@ def _normalized(x: Tensor, branch: Tensor | None, scale: Tensor, eps: float, is_
     block = triton.next_power_of_2(width)
     _rms_norm[(x.numel() // width,)](
         x, x if branch is None else branch, total, scale, y, width, eps, branch is not None, is_offset, block,
-        num_warps=min(max(block // 512, 1), 16),
+        num_warps=min(max(block // 512, 1), 16), **dependent_launch.options(x.device),
     )  # fmt: skip
     return total, y
 
@@ -57,8 +62,9 @@ def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     rows, width = gate.numel() // gate.shape[-1], gate.shape[-1]
     _gated[(rows, triton.cdiv(width, COLUMNS))](
-        gate, up, y, gate.stride(-2), up.stride(-2), width, activation == "silu", COLUMNS
-    )
+        gate, up, y, gate.stride(-2), up.stride(-2), width, activation == "silu", COLUMNS,
+        **dependent_launch.options(gate.device),
+    )  # fmt: skip
     return y
 
 
@@ -69,7 +75,7 @@ def rotated(x_BHLE: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     cosine, sine = cosine.contiguous(), sine.contiguous()
     _rotate[(batch * length, triton.cdiv(heads, HEADS))](
         x_BHLE, cosine, sine, y_BHLE, *x_BHLE.stride()[:3], *y_BHLE.stride()[:3], _row_stride(cosine), length, heads,
-        width, cosine.shape[-1], HEADS, triton.next_power_of_2(width),
+        width, cosine.shape[-1], HEADS, triton.next_power_of_2(width), **dependent_launch.options(x_BHLE.device),
     )  # fmt: skip
     return y_BHLE
 
@@ -89,7 +95,7 @@ def rotated_into_cache(
         query_BH1E, key_BK1E, value_BK1E, cosine, sine, turned, key_buffer_BKLE, value_buffer_BKLE, place_1,
         *query_BH1E.stride()[:2], *key_BK1E.stride()[:2], *value_BK1E.stride()[:2], *turned.stride()[:2],
         *key_buffer_BKLE.stride()[:3], _row_stride(cosine), heads, kv_heads, width, cosine.shape[-1], HEADS,
-        triton.next_power_of_2(width),
+        triton.next_power_of_2(width), **dependent_launch.options(query_BH1E.device),
     )  # fmt: skip
     return turned
 
@@ -116,6 +122,7 @@ def attend_one(
         query, key_BKLE, value_BKLE, place_1, out_B1HE, sums, limits, _counters(device), *key_BKLE.stride()[:3],
         width**-0.5 if scale is None else scale, kv_heads, width, steps, parts, window or 0, softcap or 0.0,
         heads // kv_heads, stored, rows, block, KEYS, max(AT_ONCE * 512 // (stored * block), 1), num_warps=4,
+        **dependent_launch.options(device),
     )  # fmt: skip
     return out_B1HE.transpose(1, 2)
 
@@ -138,7 +145,13 @@ def _counters(device: torch.device) -> Tensor:
 
 
 @triton.jit
-def _rms_norm(x, branch, total, scale, y, width, eps, adds: tl.constexpr, is_offset: tl.constexpr, block: tl.constexpr):
+def _rms_norm(
+    x, branch, total, scale, y, width, eps, adds: tl.constexpr, is_offset: tl.constexpr, block: tl.constexpr,
+    early: tl.constexpr,
+):  # fmt: skip
+    if early:
+        let_next_start()
+        wait_for_previous()
     first = tl.program_id(0).to(tl.int64) * width
     column = tl.arange(0, block)
     here = column < width
@@ -156,7 +169,12 @@ def _rms_norm(x, branch, total, scale, y, width, eps, adds: tl.constexpr, is_off
 
 
 @triton.jit
-def _gated(gate, up, y, gate_stride, up_stride, width, is_silu: tl.constexpr, columns: tl.constexpr):
+def _gated(
+    gate, up, y, gate_stride, up_stride, width, is_silu: tl.constexpr, columns: tl.constexpr, early: tl.constexpr
+):
+    if early:
+        let_next_start()
+        wait_for_previous()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * columns + tl.arange(0, columns)
     here = column < width
@@ -195,8 +213,11 @@ def _put(y, stride, first_head, values, here, at_once: tl.constexpr, block: tl.c
 @triton.jit
 def _rotate(
     x, cosine, sine, y, x_row, x_head, x_token, y_row, y_head, y_token, table_row, length, heads, width, turning,
-    at_once: tl.constexpr, block: tl.constexpr,
+    at_once: tl.constexpr, block: tl.constexpr, early: tl.constexpr,
 ):  # fmt: skip
+    if early:
+        let_next_start()
+        wait_for_previous()
     row, token = (tl.program_id(0) // length).to(tl.int64), (tl.program_id(0) % length).to(tl.int64)
     first = tl.program_id(1) * at_once
     table = row * table_row + token * turning
@@ -211,8 +232,11 @@ def _rotate(
 def _rotate_into_cache(
     query, key, value, cosine, sine, turned, key_buffer, value_buffer, place, query_row, query_head, key_row, key_head,
     value_row, value_head, turned_row, turned_head, buffer_row, buffer_head, buffer_token, table_row, heads, kv_heads,
-    width, turning, at_once: tl.constexpr, block: tl.constexpr,
+    width, turning, at_once: tl.constexpr, block: tl.constexpr, early: tl.constexpr,
 ):  # fmt: skip
+    if early:
+        let_next_start()
+        wait_for_previous()
     row, number = tl.program_id(0).to(tl.int64), tl.program_id(1)
     of_queries, of_keys = tl.cdiv(heads, at_once), tl.cdiv(kv_heads, at_once)
     cosine += row * table_row
@@ -242,8 +266,11 @@ def _rotate_into_cache(
 def _attend_one(
     query, key, value, place, out, sums, limits, done, row_stride, head_stride, token_stride, scale, kv_heads, width,
     steps, parts, window: tl.constexpr, softcap: tl.constexpr, group: tl.constexpr, stored: tl.constexpr,
-    rows: tl.constexpr, block: tl.constexpr, keys: tl.constexpr, at_once: tl.constexpr,
+    rows: tl.constexpr, block: tl.constexpr, keys: tl.constexpr, at_once: tl.constexpr, early: tl.constexpr,
 ):  # fmt: skip
+    if early:
+        let_next_start()
+        wait_for_previous()
     pair, part = tl.program_id(0), tl.program_id(1)  # A pair is a row of the batch and a key-value head.
     last = tl.load(place)
     part_keys = steps * keys

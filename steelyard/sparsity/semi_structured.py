@@ -72,14 +72,19 @@ def packed(values: Tensor, indices: Tensor, scales: Tensor | None = None) -> Pac
     words = torch.zeros(len(masks), blocks, BLOCK_WORDS, dtype=torch.int32, device=masks.device)
     for step in range(8):
         words |= steps[:, :, step] << 4 * step
-    has_places = len(masks) % TILE == 0 and groups % BLOCK_GROUPS == 0
-    return Packed(values.contiguous(), words.flatten(1), places_of(masks) if has_places else None, scales)
+    places = None
+    if len(masks) % TILE == 0 and groups % BLOCK_GROUPS == 0:
+        # The slots of 8-bit values: see `sparse_mma.py`.
+        in_slots = masks if scales is None else masks.unflatten(1, (-1, 4, 2, 4)).transpose(2, 3).flatten(1)
+        places = places_of(in_slots)
+    return Packed(values.contiguous(), words.flatten(1), places, scales)
 
 
 def places_of(masks: Tensor) -> Tensor:
     """The positions of each group's two weights, from its mask (outputs, groups), as the metadata of `mma.sp`.
 
-    For each tile of rows and each block a thread has eight words, in two times four: (tiles, blocks, 2, 32, 4), int32.
+    Group 32 t + 4 s + i is in slot s. For each tile of rows and each block a thread has eight words, in two times four:
+    (tiles, blocks, 2, 32, 4), int32.
     """
     first, second, third, fourth = (masks.int() >> place & 1 for place in range(4))
     lower, upper = (1 - first) * (2 - second), 2 * (third | fourth) | (fourth | (1 - third))

@@ -46,6 +46,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from steelyard.model import dependent_launch
+from steelyard.model.dependent_launch import let_next_start, wait_for_previous
 from steelyard.sparsity import decode_values, sparse_mma
 from steelyard.sparsity.decode_values import high, high_wide, low, low_wide
 from steelyard.sparsity.semi_structured import BLOCK_GROUPS, BLOCK_WORDS, Packed
@@ -128,7 +130,7 @@ def few_rows(x_BI: Tensor, packed: Packed, way: Way | sparse_mma.Form) -> Tensor
     kernel[(programs, repeats, way.parts)](
         x, pairs, scales, packed.words, y_BO, sums, done, batch, outputs, inputs // 4, words, steps,
         way.parts, sparse_mma.KINDS[x_BI.dtype], stored, way.rows, way.blocks, even, way.stages, way.parts > 1,
-        num_warps=way.warps, num_stages=way.stages,
+        num_warps=way.warps, num_stages=way.stages, **dependent_launch.options(x_BI.device),
     )  # fmt: skip
     return y_BO
 
@@ -165,8 +167,11 @@ def _dot(a, b, total):
 def _vectors(
     x, pairs, scales, words, y, sums, done, batch, outputs, groups, word_count, steps, parts,
     kind: tl.constexpr, stored: tl.constexpr, rows: tl.constexpr, blocks: tl.constexpr, even: tl.constexpr,
-    stages: tl.constexpr, divided: tl.constexpr,
+    stages: tl.constexpr, divided: tl.constexpr, early: tl.constexpr,
 ):  # fmt: skip
+    if early:
+        let_next_start()
+        wait_for_previous()
     columns: tl.constexpr = _WORDS * blocks
     row = tl.program_id(0) * rows + tl.arange(0, rows)
     safe = row if even else tl.minimum(row, outputs - 1)
@@ -213,8 +218,11 @@ def _vectors(
 def _tiles(
     x, pairs, scales, words, y, sums, done, batch, outputs, groups, word_count, steps, parts,
     kind: tl.constexpr, stored: tl.constexpr, rows: tl.constexpr, blocks: tl.constexpr, even: tl.constexpr,
-    stages: tl.constexpr, divided: tl.constexpr,
+    stages: tl.constexpr, divided: tl.constexpr, early: tl.constexpr,
 ):  # fmt: skip
+    if early:
+        let_next_start()
+        wait_for_previous()
     columns: tl.constexpr = _WORDS * blocks
     row = tl.program_id(0) * rows + tl.arange(0, rows)
     safe = row if even else tl.minimum(row, outputs - 1)

@@ -15,18 +15,25 @@ eight groups, its slots 0 to 7, thread (g, q) passes
 and the last from threads with q < 2, or with q > 1: an operand of the instruction selects which. The assignment of
 groups to slots is free, if weights and inputs agree. Here slot s is group 32 t + 4 s + i of a piece of 64, for t from 0
 to 1 and i from 0 to 3: so a thread's words for the four i are 16 contiguous bytes, followed by those of its neighbours.
+Values of 8 bits are half as large; there slots q and q + 4 are groups 32 t + 8 q + i and 32 t + 8 q + 4 + i, which are
+16 contiguous bytes together. (Loads of 8 bytes alone, without any product, reached 2.8 TB/s on an H200, and loads of 16
+bytes with the products 3.7.)
 Metadata is stored as the instruction needs it (`semi_structured.places_of`): for each 16 rows and each piece, four
 words per thread.
 
-Weights are read once and bypass the L1 cache, which is left to the inputs. Inputs come from one address per row, and
+Weights are read once and bypass the L1 cache, which is left to the inputs. Those of a program's first piece are read
+before the kernel that computes the inputs has ended (`dependent_launch.py`). Inputs come from one address per row, and
 each thread reads twice what it needs: up to 8 rows this is hidden by the weights. More rows are first reordered by
 `arrange`, a kernel of one to two microseconds, and are then read like the weights.
 
-Values of 8 bits are read in the same order, half as many bytes at a time, and become 16-bit floats in registers
-(`decode_values.py`); the scales of the rows are applied to the sums.
+Values of 8 bits become 16-bit floats in registers (`decode_values.py`); the scales of the rows are applied to the sums.
+
+Rejected, by measurements on an H200: reading the next piece before the present one is multiplied (more registers, so
+fewer warps; not faster for 16-bit and slower for 8-bit values), at most 64 registers (up to four times slower), and
+requesting all of a program's weights into the L2 cache at its start (10 to 40% slower).
 
 The specification is that of `sparse_gemv.py`. Triton's interpreter does not support inline assembly, so tests replace
-`_four`, `_four_once`, `_two_once` and `_multiply` by a model of it.
+`_four`, `_four_once` and `_multiply` by a model of it.
 """
 
 # Kernels have no types that mypy could check.
@@ -44,6 +51,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from steelyard.model import dependent_launch
+from steelyard.model.dependent_launch import let_next_start, wait_for_previous
 from steelyard.sparsity import decode_values
 from steelyard.sparsity.semi_structured import TILE, Packed
 
@@ -83,7 +92,7 @@ def forms(packed: Packed) -> list[Form]:
         programs, left = divmod(tiles, form.tiles * form.across)
         if left == 0 and pieces % (form.along * form.parts) == 0 and (form.parts == 1 or programs <= COUNTERS):
             found.append(form)
-    # Values of 8 bits are half as many bytes per load, so twice as many loads must be under way.
+    # A piece of 8-bit values is half as many bytes, so twice as many must be under way.
     wanted = WARPS if packed.scales is None else 2 * WARPS
     return sorted(found, key=lambda form: abs(math.log2(warps(form, packed) / wanted)))[:TRIED]
 
@@ -98,22 +107,24 @@ def few_rows(x_BI: Tensor, packed: Packed, form: Form) -> Tensor:
     assert packed.places is not None
     batch, inputs = x_BI.shape
     outputs, pieces = packed.outputs, packed.groups // PIECE
+    pairs, scales, stored = decode_values.operands(packed)
     more = batch > HALF
     x = x_BI.contiguous().view(torch.int32)
     if more:
         arranged = torch.empty(pieces * 2 * PIECE_WORDS, dtype=torch.int32, device=x.device)
-        arrange[(len(arranged) // ARRANGED_AT_ONCE,)](x, arranged, batch, inputs // 2, ARRANGED_AT_ONCE)
+        early = dependent_launch.options(x.device)
+        programs = len(arranged) // ARRANGED_AT_ONCE
+        arrange[(programs,)](x, arranged, batch, inputs // 2, stored, ARRANGED_AT_ONCE, **early)
         x = arranged
     y_BO = x_BI.new_empty(batch, outputs)
     sums, done = y_BO, y_BO
     if form.parts > 1:
         sums = torch.empty(form.parts, batch, outputs, dtype=torch.float32, device=x.device)
         done = counters(x.device)
-    pairs, scales, stored = decode_values.operands(packed)
     multiply_few[(outputs // (TILE * form.tiles * form.across), form.parts)](
         x, pairs, scales, packed.places, y_BO, sums, done, batch, outputs, packed.groups, pieces,
         pieces // (form.along * form.parts), form.parts, KINDS[x_BI.dtype], stored, more, form.tiles, form.across,
-        form.along, form.parts > 1, num_warps=form.across * form.along,
+        form.along, form.parts > 1, num_warps=form.across * form.along, **dependent_launch.options(x.device),
     )  # fmt: skip
     return y_BO
 
@@ -126,28 +137,19 @@ def counters(device: torch.device) -> Tensor:
 
 @triton.jit
 def _four(address):
-    """Load sixteen bytes as four words."""
+    """Load sixteen bytes as four words, which the kernel before may have written."""
     return tl.inline_asm_elementwise(
-        "ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,l", [address],
-        dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
+        "ld.global.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,l", [address],
+        dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,
     )  # fmt: skip
 
 
 @triton.jit
 def _four_once(address):
-    """The same for data that is read only once: bypasses the L1 cache."""
+    """The same for data that no kernel writes and that is read only once: bypasses the L1 cache."""
     return tl.inline_asm_elementwise(
         "ld.global.nc.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,l", [address],
         dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
-def _two_once(address):
-    """Load eight bytes as two words, past the L1 cache."""
-    return tl.inline_asm_elementwise(
-        "ld.global.nc.L1::no_allocate.v2.b32 {$0, $1}, [$2];", "=r,=r,l", [address],
-        dtype=(tl.int32, tl.int32), is_pure=True, pack=1,
     )  # fmt: skip
 
 
@@ -166,44 +168,81 @@ def _multiply(t0, t1, t2, t3, a0, a1, a2, a3, b0, b1, b2, b3, places, late: tl.c
 
 
 @triton.jit
-def _weights(address, row_bytes, stored: tl.constexpr, kind: tl.constexpr):
-    """A thread's words of a tile: slots q and q + 4 of row g and of row g + 8, for the four i."""
-    below = address + 8 * row_bytes
-    further: tl.constexpr = 64 if stored == "" else 32
-    return (
-        _four_groups(address, stored, kind),
-        _four_groups(below, stored, kind),
-        _four_groups(address + further, stored, kind),
-        _four_groups(below + further, stored, kind),
+def _read(weights_at, places_at, row_bytes, pieces, piece, stored: tl.constexpr, tiles: tl.constexpr):
+    """A thread's words of a piece, for each tile: metadata, and the values of both t as they are stored."""
+    group_bytes: tl.constexpr = 4 if stored == "" else 2
+    at = weights_at + group_bytes * 64 * piece
+    first = (
+        _four_once(places_at + 512 * piece),
+        _values(at, row_bytes, stored),
+        _values(at + 32 * group_bytes, row_bytes, stored),
     )
+    if tiles == 1:
+        return (first,)
+    else:
+        at += 16 * row_bytes
+        second = (
+            _four_once(places_at + 512 * (pieces + piece)),
+            _values(at, row_bytes, stored),
+            _values(at + 32 * group_bytes, row_bytes, stored),
+        )
+        return first, second
 
 
 @triton.jit
-def _four_groups(address, stored: tl.constexpr, kind: tl.constexpr):
+def _values(address, row_bytes, stored: tl.constexpr):
+    """Slots q and q + 4 of row g and of row g + 8, for the four i."""
+    below = address + 8 * row_bytes
     if stored == "":
-        return _four_once(address)
+        return _four_once(address), _four_once(below), _four_once(address + 64), _four_once(below + 64)
     else:
-        w0, w1 = _two_once(address)
+        return _four_once(address), _four_once(below)
+
+
+@triton.jit
+def _decoded(words, stored: tl.constexpr, kind: tl.constexpr):
+    """The same as words of two 16-bit floats: slot q of both rows, then slot q + 4."""
+    if stored == "":
+        return words
+    else:
+        row, below = words
         return (
-            decode_values.as_kind(w0, stored, kind),
-            decode_values.as_kind(w0, stored, kind, upper=True),
-            decode_values.as_kind(w1, stored, kind),
-            decode_values.as_kind(w1, stored, kind, upper=True),
+            _four_groups(row[0], row[1], stored, kind),
+            _four_groups(below[0], below[1], stored, kind),
+            _four_groups(row[2], row[3], stored, kind),
+            _four_groups(below[2], below[3], stored, kind),
         )
 
 
 @triton.jit
-def _inputs(address, odd, arranged: tl.constexpr):
+def _four_groups(first, second, stored: tl.constexpr, kind: tl.constexpr):
+    return (
+        decode_values.as_kind(first, stored, kind),
+        decode_values.as_kind(first, stored, kind, upper=True),
+        decode_values.as_kind(second, stored, kind),
+        decode_values.as_kind(second, stored, kind, upper=True),
+    )
+
+
+@triton.jit
+def _inputs(address, odd, arranged: tl.constexpr, stored: tl.constexpr):
     """A thread's halves of the inputs of its four slots, for the four i."""
     if arranged:
         a, b, c, d = _four(address), _four(address + 512), _four(address + 1024), _four(address + 1536)
         return (a[0], b[0], c[0], d[0]), (a[1], b[1], c[1], d[1]), (a[2], b[2], c[2], d[2]), (a[3], b[3], c[3], d[3])
-    else:
+    elif stored == "":
         return (
             _halves(address, odd),
             _halves(address + 64, odd),
             _halves(address + 128, odd),
             _halves(address + 192, odd),
+        )
+    else:
+        return (
+            _halves(address, odd),
+            _halves(address + 128, odd),
+            _halves(address + 32, odd),
+            _halves(address + 160, odd),
         )
 
 
@@ -230,15 +269,45 @@ def _four_times(total, w, x, early, late, kind: tl.constexpr):
 
 
 @triton.jit
-def arrange(x, arranged, batch, words_of_row, at_once: tl.constexpr):
+def _add_piece(
+    totals, held, inputs_at, odd, piece, kind: tl.constexpr, stored: tl.constexpr, more: tl.constexpr,
+    tiles: tl.constexpr,
+):  # fmt: skip
+    """The totals of each tile, and of its second 8 rows of inputs, plus the products of a piece."""
+    upper, lower, upper_more, lower_more = totals
+    bytes_of_t: tl.constexpr = 4096 if more else 256
+    for t in tl.static_range(2):
+        at = inputs_at + bytes_of_t * (2 * piece + t)
+        inputs = _inputs(at, odd, more, stored)
+        if more:
+            further = _inputs(at + 2048, odd, more, stored)
+        e, w = held[0][0], _decoded(held[0][1 + t], stored, kind)
+        upper = _four_times(upper, w, inputs, e[2 * t], e[2 * t + 1], kind)
+        if more:
+            upper_more = _four_times(upper_more, w, further, e[2 * t], e[2 * t + 1], kind)
+        if tiles > 1:
+            f, v = held[1][0], _decoded(held[1][1 + t], stored, kind)
+            lower = _four_times(lower, v, inputs, f[2 * t], f[2 * t + 1], kind)
+            if more:
+                lower_more = _four_times(lower_more, v, further, f[2 * t], f[2 * t + 1], kind)
+    return upper, lower, upper_more, lower_more
+
+
+@triton.jit
+def arrange(x, arranged, batch, words_of_row, stored: tl.constexpr, at_once: tl.constexpr, early: tl.constexpr):
     """Reorder 16 input rows into the order in which threads read them: piece, t, half of the rows, i, thread, slot.
 
     Missing rows repeat the last one; their results are not written.
     """
+    if early:
+        let_next_start()
+        wait_for_previous()
     place = tl.program_id(0) * at_once + tl.arange(0, at_once)
     slot, q, g, i = place % 4, place // 4 % 4, place // 16 % 8, place // 128 % 4
     row = tl.minimum(8 * (place // 512 % 2) + g, batch - 1)
-    group = place // 1024 * 32 + 4 * (2 * slot + q // 2) + i
+    slot = 2 * slot + q // 2
+    group = 4 * slot if stored == "" else 8 * (slot % 4) + 4 * (slot // 4)
+    group += place // 1024 * 32 + i
     tl.store(arranged + place, tl.load(x + row.to(tl.int64) * words_of_row + 2 * group + q % 2))
 
 
@@ -246,7 +315,7 @@ def arrange(x, arranged, batch, words_of_row, at_once: tl.constexpr):
 def multiply_few(
     x, pairs, scales, places, y, sums, done, batch, outputs, groups, pieces, steps, parts,
     kind: tl.constexpr, stored: tl.constexpr, more: tl.constexpr, tiles: tl.constexpr, across: tl.constexpr,
-    along: tl.constexpr, divided: tl.constexpr,
+    along: tl.constexpr, divided: tl.constexpr, early: tl.constexpr,
 ):  # fmt: skip
     """A program's part of a product; `more` than 8 input rows are arranged, and take a second instruction."""
     thread = tl.arange(0, 32 * across * along)
@@ -256,37 +325,27 @@ def multiply_few(
     tile = first_tile + thread // 32 % across * tiles
     group_bytes: tl.constexpr = 4 if stored == "" else 2
     row_bytes = group_bytes * groups.to(tl.int64)
-    weights_at = (pairs + (tile * 16 + g).to(tl.int64) * groups + 4 * q).to(tl.int64)
+    slot_groups: tl.constexpr = 4 if stored == "" else 8  # from one q to the next
+    weights_at = (pairs + (tile * 16 + g).to(tl.int64) * groups + slot_groups * q).to(tl.int64)
     places_at = (places + tile.to(tl.int64) * pieces * 128 + thread % 32 * 4).to(tl.int64)
     if more:
         inputs_at = (x + thread % 32 * 4).to(tl.int64)
     else:
-        inputs_at = (x + tl.minimum(g, batch - 1).to(tl.int64) * (2 * groups) + 8 * (q // 2)).to(tl.int64)
-    bytes_of_t: tl.constexpr = 4096 if more else 256
+        inputs_at = (x + tl.minimum(g, batch - 1).to(tl.int64) * (2 * groups)).to(tl.int64)
+        inputs_at += 8 * slot_groups * (q // 2)
     zero = tl.zeros((32 * across * along,), tl.float32)
     upper = (zero, zero, zero, zero)
-    lower, upper_more, lower_more = upper, upper, upper
-    first = tl.program_id(1) * steps * along + thread // 32 // across
-    for step in range(steps):
-        piece = (first + step * along).to(tl.int64)
-        e = _four_once(places_at + 512 * piece)
-        if tiles > 1:
-            f = _four_once(places_at + 512 * pieces + 512 * piece)
-        for t in tl.static_range(2):
-            words_at = weights_at + group_bytes * (64 * piece + 32 * t)
-            w = _weights(words_at, row_bytes, stored, kind)
-            if tiles > 1:
-                v = _weights(words_at + 16 * row_bytes, row_bytes, stored, kind)
-            at = inputs_at + bytes_of_t * (2 * piece + t)
-            inputs = _inputs(at, odd, more)
-            upper = _four_times(upper, w, inputs, e[2 * t], e[2 * t + 1], kind)
-            if tiles > 1:
-                lower = _four_times(lower, v, inputs, f[2 * t], f[2 * t + 1], kind)
-            if more:
-                inputs = _inputs(at + 2048, odd, more)
-                upper_more = _four_times(upper_more, w, inputs, e[2 * t], e[2 * t + 1], kind)
-                if tiles > 1:
-                    lower_more = _four_times(lower_more, v, inputs, f[2 * t], f[2 * t + 1], kind)
+    totals = (upper, upper, upper, upper)
+    piece = (tl.program_id(1) * steps * along + thread // 32 // across).to(tl.int64)
+    held = _read(weights_at, places_at, row_bytes, pieces, piece, stored, tiles)
+    if early:
+        let_next_start()
+        wait_for_previous()
+    for _ in range(1, steps):
+        totals = _add_piece(totals, held, inputs_at, odd, piece, kind, stored, more, tiles)
+        piece += along
+        held = _read(weights_at, places_at, row_bytes, pieces, piece, stored, tiles)
+    upper, lower, upper_more, lower_more = _add_piece(totals, held, inputs_at, odd, piece, kind, stored, more, tiles)
     whole = sums + tl.program_id(1).to(tl.int64) * batch * outputs if divided else y
     _write(upper, first_tile, 0, whole, scales, batch, outputs, stored, tiles, across, along)
     if tiles > 1:

@@ -112,4 +112,6 @@ def _completion(tune: Tune, overrides: list[str], is_trial: bool) -> Callable[[A
 
 
 def _toml(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
+    """A choice as the value of an override. A list is a string in the tune file, since Optuna takes no lists."""
+    is_list = isinstance(value, str) and value.startswith("[")
+    return str(value) if is_list else json.dumps(value, ensure_ascii=False)

@@ -218,7 +218,6 @@ def test_the_instruction_for_sparse_matrices_is_given_what_it_wants(monkeypatch,
     if DEVICE == "cpu":
         monkeypatch.setattr(sparse_mma, "_four", loaded)
         monkeypatch.setattr(sparse_mma, "_four_once", loaded)
-        monkeypatch.setattr(sparse_mma, "_two_once", lambda address: _words(address, 2))
         monkeypatch.setattr(sparse_mma, "_multiply", multiplied)
     weight = matrix(outputs, inputs)
     x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(1)).to(DEVICE, torch.bfloat16)

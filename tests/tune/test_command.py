@@ -165,6 +165,17 @@ gres = "gpu:{type_}:2"
 )
 
 
+def test_a_choice_of_lists_is_written_as_strings(in_workplace):
+    text = 'recipe = "tiny.toml"\nspace.optim.betas = ["[0.9, 0.95]", "[0.8, 0.9]"]\n'
+    (in_workplace.path / "lists.toml").write_text(text)
+    tune = load_tune("lists.toml")
+    chosen = [
+        recipe_at(tune, {"optim.betas": choice}, is_trial=True).optim.betas
+        for choice in tune.space["optim.betas"].choice
+    ]
+    assert chosen == [[0.9, 0.95], [0.8, 0.9]]
+
+
 @pytest.mark.parametrize(
     ("ranks", "placement", "nodes"),
     [
