@@ -69,6 +69,17 @@ def agent_of(run: Path, node: str) -> int:
     raise AssertionError(f"{node} has no agent")
 
 
+def supervisors(run: Path) -> list[int]:
+    """The processes that supervise a run."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            words = path.read_bytes().split(b"\0")
+            if b"steelyard.launch.elastic" in words and str(run).encode() in words:
+                found.append(int(path.parent.name))
+    return found
+
+
 @pytest.fixture
 def run(in_workplace: Workplace) -> Path:
     """A run folder with an elastic job of three nodes whose ranks are scripts."""
@@ -312,6 +323,35 @@ def test_a_run_that_loses_a_node_trains_like_an_unbroken_one(workplace: Workplac
     changed = {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
     assert changed
     assert all(key.startswith("parallel.") or key == "train.micro_batch" for key in changed), changed
+
+
+@pytest.mark.slow
+def test_a_run_without_a_checkpoint_that_can_be_loaded_ends(workplace: Workplace):
+    workplace.recipe.write_text(TINY.replace("global_batch = 4", "global_batch = 12"))
+    words = ["tiny.toml", "train.steps=100000", "checkpoint.every=100", "eval.every=0", "parallel.timeout_minutes=60"]
+    done = workplace.steelyard("submit", *words, "parallel.data=3", *NODES, "--json")
+    assert done.returncode == 0, done.stderr
+    run = Path(json.loads(done.stdout)["run"])
+    try:
+        until(lambda: elastic.newest_checkpoint(run) >= 100, "a checkpoint")
+        assert len(supervisors(run)) == 1
+        damaged = sorted((run / "checkpoints").glob("step-*/*"))
+        for path in damaged:
+            content = bytearray(path.read_bytes())
+            content[len(content) // 2] ^= 1
+            path.write_bytes(content)
+        os.kill(agent_of(run, "node-2"), signal.SIGKILL)
+        until(lambda: len(attempts(run)) == 2, "the second attempt")
+        until(lambda: Run.open(run).state == "failed", "the end")
+        until(lambda: not supervisors(run), "the end of the supervisor")
+    finally:
+        for process in supervisors(run):
+            os.kill(process, signal.SIGTERM)
+    assert len(attempts(run)) == 2
+    assert all(path.exists() for path in damaged)
+    verdict = workplace.steelyard("watch", str(run), "--once")
+    assert "every checkpoint in" in verdict.stdout
+    assert "is damaged" in verdict.stdout
 
 
 @pytest.mark.parametrize(
