@@ -90,11 +90,19 @@ def sorted_slots(experts_TK: Tensor, experts: int) -> Slots:
 
 
 def grouped_linear(x_SD: Tensor, weight_XFD: Tensor, counts_X: Tensor) -> Tensor:
-    """The product of each slot with the matrix of its expert. Slots are sorted; rows after the counts are arbitrary."""
+    """The product of each slot with the matrix of its expert. Slots are sorted; rows after the counts are arbitrary.
+
+    On a GPU the counts are read on the device.
+    """
     weight_XFD = weight_XFD.to(x_SD.dtype)
-    is_aligned = weight_XFD.shape[1] % 8 == 0 and weight_XFD.shape[2] % 8 == 0  # rows of 16 bytes
-    if x_SD.is_cuda and x_SD.dtype == torch.bfloat16 and is_aligned and len(x_SD):
-        return grouped_mm(x_SD, weight_XFD, counts_X)
+    if x_SD.is_cuda and len(x_SD):
+        is_aligned = weight_XFD.shape[1] % 8 == 0 and weight_XFD.shape[2] % 8 == 0  # rows of 16 bytes
+        if x_SD.dtype == torch.bfloat16 and is_aligned:
+            return grouped_mm(x_SD, weight_XFD, counts_X)
+        from steelyard.model import grouped_kernels
+
+        y_SF: Tensor = grouped_kernels.product(x_SD, weight_XFD, counts_X)
+        return y_SF
     counts = counts_X.tolist()
     parts = x_SD.split([*counts, len(x_SD) - sum(counts)])
     products = [part @ weight_FD.t() for part, weight_FD in zip(parts, weight_XFD, strict=False)]

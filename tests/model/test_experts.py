@@ -153,6 +153,13 @@ def test_scores_that_vanish_give_no_nan():
     assert routed.loss.isfinite()
 
 
+def by_kernel(x, weight, counts):
+    """The kernel of `grouped_kernels`, interpreted or on a GPU."""
+    grouped_kernels = pytest.importorskip("steelyard.model.grouped_kernels")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return grouped_kernels.product(x.to(device), weight.to(device), counts.to(device)).cpu()
+
+
 @pytest.mark.parametrize(
     "counts", [[4, 4, 4, 4], [16, 0, 0, 0], [0, 0, 0, 16], [0, 1, 15, 0], [3, 0, 5, 2], [0, 0, 0, 0]]
 )
@@ -167,13 +174,28 @@ def test_grouped_products_are_those_of_each_expert_for_any_load(counts):
         first += count
     computed, upstream = sum(counts), torch.randn(16, 24, generator=generator)
     wanted = torch.autograd.grad((expected * upstream)[:computed].sum(), (x, weight), allow_unused=True)
-    for product in (grouped_linear, grouped_mm):
+    for product in (grouped_linear, grouped_mm, by_kernel):
         found = product(x, weight, torch.tensor(counts))[:computed]
         torch.testing.assert_close(found, expected[:computed])
         ours, theirs = torch.autograd.grad((found * upstream[:computed]).sum(), (x, weight)), wanted
         for one, other in zip((ours[0][:computed], ours[1]), (theirs[0], theirs[1]), strict=True):
             other = torch.zeros_like(one) if other is None else other[: len(one)]
             torch.testing.assert_close(one, other)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_kernel_takes_sizes_that_fill_no_block(dtype):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(210, 40, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(3, 70, 40, generator=generator).to(dtype).requires_grad_()
+    counts, upstream = torch.tensor([70, 0, 133]), torch.randn(203, 70, generator=generator).to(dtype)
+    results = []
+    for product in (grouped_linear, by_kernel):
+        found = product(x, weight, counts)[:203]
+        grad_x, grad_weight = torch.autograd.grad(found, (x, weight), upstream)
+        results.append((found, grad_x[:203], grad_weight))
+    torch.testing.assert_close(*results[::-1], rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-4)
 
 
 @pytest.mark.gpu
@@ -212,10 +234,11 @@ def test_a_gpu_computes_what_a_cpu_computes(prefers, settings, compiled):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("settings", [{}, {"capacity": 0.5}, {"score": "sigmoid", "bias_rate": 0.1}], ids=str)
-def test_a_gpu_is_asked_for_no_number(settings):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+def test_a_gpu_is_asked_for_no_number(dtype, settings):
     module = experts(**settings).cuda()
     for step in range(2):
-        ours = drawn().detach().to("cuda", torch.bfloat16).requires_grad_()
+        ours = drawn().detach().to("cuda", dtype).requires_grad_()
         torch.cuda.set_sync_debug_mode("error" if step else "default")  # The first step loads kernels.
         try:
             output, _ = module(ours)
