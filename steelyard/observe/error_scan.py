@@ -3,7 +3,8 @@
 Libraries print warnings, notes and the names of error classes to standard error in healthy runs. A line counts if it
 matches an error format of Python, CUDA, NCCL, MPI, Slurm, a shell or the kernel, and is not marked as a warning or
 less. In a traceback, the line that names the exception counts, not the header. Indented lines after an error belong to
-it: hints, differences between recipes, keys of a checkpoint.
+it: hints, differences between recipes, keys of a checkpoint. So do the next lines of the same rank after an exception,
+such as NCCL's "Last error:".
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ _LESS = re.compile(
     re.VERBOSE,
 )
 _RANK = re.compile(r"^(?:\[(?:rank)?\d+(?:,\d+)?\](?:<std\w+>)?:?\s?|\d+:\s)+")
+_CONTINUES = re.compile(r"(?!Traceback|During handling|The above exception|Exception |\[)\S")
 _ANNOUNCED = "Traceback (most recent call last)"
 LONGEST, KEPT = 500, 500
 MOST_LINES = 12  # of one error
@@ -61,6 +63,8 @@ class Complaints:
         self._is_announced = False
         self._continues = 0
         """How many more lines may belong to the last error."""
+        self._rank = ""
+        """The prefix of its lines, if it is an exception of a rank."""
 
     @property
     def found(self) -> list[tuple[int, str]]:
@@ -102,7 +106,11 @@ class Complaints:
         text = _RANK.sub("", line)
         if self._continues > 0:
             self._continues -= 1
-            if text[:1].isspace() and text.strip() and not is_error(line.strip()):
+            is_indented = text[:1].isspace() and text.strip() and not is_error(line.strip())
+            is_of_rank = (
+                self._rank and line.startswith(self._rank) and _CONTINUES.match(text) and not _LESS.search(text)
+            )
+            if is_indented or is_of_rank:
                 self._extend(text)
                 return
             self._continues = 0
@@ -120,6 +128,7 @@ class Complaints:
                 return
             if re.match(r"[\w.]+(?::|$)", text):  # The name of the exception class.
                 self._keep(place, text)
+                self._rank = line.removesuffix(text)
                 return
         if is_error(line):
             self._keep(place, text)
@@ -127,7 +136,7 @@ class Complaints:
     def _keep(self, place: int, text: str) -> None:
         """Keep the first and the last errors. The first are causes, the last may be from a later attempt."""
         self.count += 1
-        self._continues = MOST_LINES - 1
+        self._continues, self._rank = MOST_LINES - 1, ""
         (self._first if len(self._first) < KEPT else self._last).append((place, text[:LONGEST]))
 
     def _extend(self, text: str) -> None:

@@ -15,6 +15,7 @@ from steelyard.observe.run_view import view
 from steelyard.observe.scheduler_poll import Asking
 from steelyard.observe.terminal import plain
 from steelyard.observe.verdict import judge
+from tests.doctor.test_explain import MESSAGES
 from tests.observe.folders import NOW, RECIPE, Folder, iso
 from tests.observe.troubles import (
     alone,
@@ -174,6 +175,33 @@ def test_an_error_of_several_lines_is_shown_whole_with_the_advice_of_doctor_expl
     ended("FAILED", exit_code=1)(folder)
     (verdict,) = judge(folder.state())
     assert verdict.what_to_do.startswith(known.meaning)
+
+
+def test_the_lines_of_an_exception_that_are_not_indented_belong_to_it(folder: Folder):
+    folder.logs["n0.err"] = (
+        "[rank1]: Traceback (most recent call last):\n[rank1]:   File\n"
+        "[rank1]: torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:77, unhandled system error\n"
+        "[rank1]: ncclSystemError: System call failed or device error.\n"
+        "[rank1]: Last error:\n[rank1]: socketStartConnect: Connect to 10.0.0.2<41> failed\n"
+        "[rank1]:[W1116 12:00:00] destroy_process_group() was not called\nstep 3\n"
+    )
+    (verdict,) = judge(folder.state())
+    assert verdict.message.splitlines() == [
+        "n0: torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:77, unhandled system error",
+        "ncclSystemError: System call failed or device error.",
+        "Last error:",
+        "socketStartConnect: Connect to 10.0.0.2<41> failed",
+    ]
+
+
+@pytest.mark.parametrize("message", [text for text, _, is_harmless in MESSAGES if not is_harmless])
+def test_every_message_that_doctor_explain_knows_has_its_advice_in_the_verdict(folder: Folder, message):
+    folder.logs["n0.err"] = f"started\n{message}\n"
+    folder.manifest |= {"state": "failed", "ended": iso(NOW)}
+    ended("FAILED", exit_code=1)(folder)
+    known = explain_line(message)
+    assert known is not None
+    assert any(verdict.what_to_do.startswith(known.meaning) for verdict in judge(folder.state()))
 
 
 def test_an_error_that_did_not_stop_the_run_is_a_warning_and_an_earlier_attempts_is_none(folder: Folder):

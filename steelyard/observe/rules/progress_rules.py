@@ -8,9 +8,10 @@ from statistics import median
 
 from steelyard.core import units
 from steelyard.core.recipe import Recipe
+from steelyard.launch.backends import JobState
 from steelyard.observe import flight_records
 from steelyard.observe.error_scan import is_lost_peer
-from steelyard.observe.host_logs import is_number
+from steelyard.observe.host_logs import KEPT_LINES, is_number
 from steelyard.observe.known_errors import advice
 from steelyard.observe.rules import BYTES_SAVED, Verdict
 from steelyard.observe.rules.node_rules import lost_nodes
@@ -30,7 +31,7 @@ def errors(state: RunState) -> Verdict | None:
     """An error on standard error; the message has the first one."""
     if state.is_waiting:
         return None
-    by_host = {host: reported for host in state.err if (reported := _errors(state, host))}
+    by_host = {host: reported for host in state.err if (reported := _errors(state, host) or _known_end(state, host))}
     if not by_host:
         return None
 
@@ -61,6 +62,17 @@ def _errors(state: RunState, host: str) -> list[tuple[int, str]]:
         return []
     began = state.began or 0.0
     return reported[bisect_left(reported, began, key=lambda each: state.written(host, each[0])) :]
+
+
+def _known_end(state: RunState, host: str) -> list[tuple[int, str]]:
+    """The first message among the last lines of a failed run that `doctor explain` knows, if none has the form of an
+    error, such as "Host key verification failed."."""
+    has_failed = JobState.FAILED in state.job_states or state.manifest.get("state") == "failed"
+    if state.is_live or not has_failed:
+        return []
+    log = state.err[host]
+    found = next((line for line in log.last(KEPT_LINES) if advice(line)), None)
+    return [] if found is None or log.complaints is None else [(log.complaints.looked, found)]
 
 
 def _is_consequence(text: str) -> bool:
