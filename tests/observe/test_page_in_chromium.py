@@ -211,6 +211,23 @@ def test_logs_of_a_host_are_searched_and_the_timeline_has_hosts_and_a_prediction
     assert "rank 0 on n0 (H200)" in tip
 
 
+def test_a_timeline_that_has_grown_shows_the_same_steps_and_time(address: str, runs: Path, tab: Callable):
+    piped(Run(runs / "good"))
+    page = tab(f"{address}/#good")
+    page.wait_for_selector(".timeline canvas")
+    page.evaluate("window.before = timelinePart.shown; before.choose(1, 1)")
+    page.locator(".lanes canvas").press("+")
+    shown = page.evaluate("before.place()")
+    assert shown["steps"] == [1, 1]
+    assert shown["view"][0] > 0
+    piped(Run(runs / "good"), steps=6)
+    deadline = time.monotonic() + 120
+    while page.evaluate("timelinePart.shown === before"):
+        assert time.monotonic() < deadline, "the timeline was not fetched again"
+        page.wait_for_timeout(100)
+    assert page.evaluate("timelinePart.shown.place()") == shown
+
+
 def test_a_run_is_found_among_many(address: str, runs: Path, tab: Callable):
     for number in range(20):
         Folder(runs / f"more-{number}", time.time()).write()

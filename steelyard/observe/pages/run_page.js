@@ -76,9 +76,9 @@ function hostsTable({ hosts, ended }) {
   return [make("h2", {}, "Hosts"), table(["host", "ranks", "device", "utilisation", "memory", "temperature", "power", "processes"], rows), ...unread];
 }
 
-// The timeline is fetched at once, and again when its files have grown and grow no more: it starts with another zoom.
+// The timeline is fetched at once, and again when its files have grown and grow no more. It shows the same steps and time.
 function timelinePart(root, id) {
-  let known = -1, before = -1;
+  let known = -1, before = -1, shown = null;
   return { refresh: async (bytes) => {
     const isSettled = bytes === before || known === -1;
     before = bytes;
@@ -87,7 +87,9 @@ function timelinePart(root, id) {
     const data = await ask("/api/timeline", { id }), box = make("div");
     root.replaceChildren(make("h2", {}, "Timeline"), box);
     if (!data.ranks) return void box.append(make("p", { class: "note" }, data.note || "There is no timeline."));
-    timelinePart.shown = steelyardTimeline(box, data);
+    const place = shown?.place();
+    timelinePart.shown = shown = steelyardTimeline(box, data);
+    if (place) shown.show(place);
     if (data.predicted.why_none) box.append(make("p", { class: "note" }, `No prediction: ${data.predicted.why_none}.`));
   } };
 }

@@ -384,5 +384,13 @@ function steelyardTimeline(root, packed) {
   const start = whole.length ? whole[whole.length >> 1] : 0;
   choose(start, start);
   scroller.addEventListener("scroll", steelyard.keepDrawn(root, draw));
-  return { choose: (first, last) => choose(placeOf(first), placeOf(last)), view: () => view, chosen: () => chosen };
+  // The steps and the part of their time that are shown, for another timeline of the same run.
+  const place = () => ({ steps: chosen.map((each) => data.steps[each]), view });
+  function show({ steps, view: [begin, end] }) {
+    const places = steps.map(placeOf);
+    if (places.some((each, number) => data.steps[each] !== steps[number])) return;
+    choose(...places);
+    move(begin, Math.min(end - begin, total()));
+  }
+  return { choose: (first, last) => choose(placeOf(first), placeOf(last)), view: () => view, chosen: () => chosen, place, show };
 }
