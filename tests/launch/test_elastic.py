@@ -5,6 +5,7 @@ Most tests have ranks without torch: a script that saves "checkpoints". The node
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from steelyard.launch.backends import slurm_script
 from steelyard.launch.job_spec import JobSpec, NodeGroup
 from steelyard.launch.sites import SiteSection
 from tests.conftest import TINY, Workplace, kill
+from tests.test_guides import commands
 
 pytestmark = pytest.mark.timeout(900)
 NODES = ("--on", "local", "--nodes", "3", "--ranks-per-node", "1", "--min-nodes", "2")
@@ -302,7 +304,9 @@ def test_a_run_that_loses_a_node_trains_like_an_unbroken_one(workplace: Workplac
     text = TINY.replace("global_batch = 4", "global_batch = 12").replace("[log]\nevery = 2", "[log]\nevery = 1")
     workplace.recipe.write_text(text)
     words = ["tiny.toml", "train.steps=30", "checkpoint.every=10", "eval.every=0", "parallel.timeout_minutes=60"]
-    done = workplace.steelyard("submit", *words, "parallel.data=3", *NODES, "--json")
+    [line] = (line for line in commands("guide-elastic.md") if "--name here" in line)
+    submitted = [word.replace("my.toml", "tiny.toml") for word in shlex.split(line)[1:]]
+    done = workplace.steelyard(*submitted, *words[1:], "--json")
     assert done.returncode == 0, done.stderr
     run = Path(json.loads(done.stdout)["run"])
     until(lambda: elastic.newest_checkpoint(run) >= 10, "a checkpoint")
