@@ -1,5 +1,6 @@
 """Elastic runs on a real Slurm: a node loses its power or is drained, and a run that waits comes to its time limit."""
 
+import re
 import shlex
 from pathlib import Path
 
@@ -73,4 +74,54 @@ def test_a_drained_node_is_given_back_and_a_job_that_waits_for_it_is_requeued_at
     yard.hurry(run)
     assert yard.until_state(run, "finished", "failed", seconds=600) == "finished", everything(run)
     assert f"resumed at step {saved}" in (run / "logs" / "a1.out").read_text()
+    assert losses(run) == pytest.approx(losses(undisturbed), rel=1e-3)
+
+
+def test_a_run_that_loses_a_node_goes_on_from_a_memory_checkpoint(yard: Yard, undisturbed: Path):
+    """The states of both nodes are in the memory of the one that is left: its own, and the copy of the other's."""
+    recipe = (yard.path / "alike.toml").read_text().replace("steps = 20", f"steps = {STEPS}")
+    (yard.path / "remembered.toml").write_text(recipe + PLAN + "zero = 1\n")
+    words = (
+        "remembered.toml",
+        "--on",
+        "slurm",
+        "--cluster",
+        "cluster.toml",
+        "--min-nodes",
+        "1",
+        "--name",
+        "remembered",
+    )
+    run = yard.submit(*words, "checkpoint.every=0", "checkpoint.memory_every=2")
+    with yard.held(run):
+        yard.lab.power_off("a2")
+    try:
+        assert yard.until_state(run, "finished", "failed", seconds=600) == "finished", everything(run)
+    finally:
+        yard.lab.power_on("a2")
+    first, second = (each for each in elastic_job.attempts(run) if "attempt" in each)
+    assert (first["nodes"], second["nodes"]) == (["a1", "a2"], ["a1"])
+    said = (run / "logs" / "a1.out").read_text()
+    assert re.search(r"resumed at step (?!0 )\d+ from a memory checkpoint \(none is on disk\)", said), everything(run)
+    assert losses(run) == pytest.approx(losses(undisturbed), rel=1e-3)
+
+
+def test_where_a_site_forbids_no_kill_the_run_goes_on_as_a_new_job_on_the_nodes_that_exist(
+    yard: Yard, undisturbed: Path
+):
+    recipe = (yard.path / "alike.toml").read_text().replace("steps = 20", f"steps = {STEPS}")
+    (yard.path / "strict.toml").write_text(recipe + PLAN)
+    words = ("strict.toml", "--on", "slurm", "--cluster", "cluster.toml", "--min-nodes", "1", "--name", "strict")
+    run = yard.submit(*words, 'site.slurm.sbatch=["--no-kill=off"]')
+    try:
+        with yard.held(run, step=15):
+            yard.lab.power_off("a2")
+            yard.until_pending(run)
+        # Slurm lets it wait for two minutes.
+        assert yard.until_state(run, "finished", "failed", seconds=700) == "finished", everything(run)
+    finally:
+        yard.lab.power_on("a2")
+    attempts = [each for each in elastic_job.attempts(run) if "attempt" in each]
+    assert (attempts[0]["nodes"], attempts[-1]["nodes"]) == (["a1", "a2"], ["a1"])
+    assert max(record["restarts"] for record in yard.records(run)) == 1, "the job was queued again"
     assert losses(run) == pytest.approx(losses(undisturbed), rel=1e-3)
