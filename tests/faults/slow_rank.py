@@ -3,6 +3,9 @@
     python -m tests.faults.slow_rank bursts     # stopped for 1 s, running for 0.15 s, in turns
     python -m tests.faults.slow_rank nice       # nice 19, beside as many busy processes as there are cores
 
+Where the kernel schedules sessions as groups (sched_autogroup_enabled), nice 19 has no effect beside processes of other
+sessions: the rank is then not slower, and `watch` should find nothing.
+
 The run is healthy for WARM seconds first, which are its own past. Verdicts before the disturbance are printed too.
 """
 
