@@ -1,11 +1,11 @@
 """Programmatic dependent launch: a kernel starts while the one before it is finishing, on Hopper and later.
 
 Decoding a token is some 300 kernels of a few microseconds. Without this, the GPU is partly idle between two of them:
-the blocks of one end one by one, and those of the next compute addresses and wait for their first loads. On an H200 an
-8B model decodes 4 to 11% faster with it (docs/benchmarks.md). A kernel that is launched with `options` begins earlier.
-It may read what no kernel writes, such as weights, and then calls `wait_for_previous`, which returns when the kernel
-before it has ended and its results can be read. `let_next_start` allows the next kernel to begin; it has an effect only
-if that one is launched with `options`.
+the blocks of one end one by one, and those of the next compute addresses and wait for their first loads. On an H200
+an 8B model decodes 4 to 11% faster with it (docs/benchmarks.md). A kernel that is launched with `options` begins
+earlier. It may read what no kernel writes, such as weights, and then calls `wait_for_previous`, which returns when
+the kernel before it has ended and its results can be read. `let_next_start` allows the next kernel to begin; it has
+an effect only if that one is launched with `options`.
 
 Every kernel that is launched with `options` must wait, also if it needs no result of the kernel before it: the end of a
 kernel then implies the end of all earlier ones.

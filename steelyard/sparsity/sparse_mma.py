@@ -29,8 +29,9 @@ each thread reads twice what it needs: up to 8 rows this is hidden by the weight
 Values of 8 bits become 16-bit floats in registers (`decode_values.py`); the scales of the rows are applied to the sums.
 
 Rejected, by measurements on an H200: reading the next piece before the present one is multiplied (more registers; as
-fast for 16-bit values; for 8-bit values 13% slower at 28672x4096, 4% faster at 4096x14336), at most 64 registers (slower
-in nearly every form), and requesting all of a program's weights into the L2 cache at its start (3 to 31% slower).
+fast for 16-bit values; for 8-bit values 13% slower at 28672x4096, 4% faster at 4096x14336), at most 64 registers
+(slower in nearly every form), and requesting all of a program's weights into the L2 cache at its start (3 to 31%
+slower).
 
 The specification is that of `sparse_gemv.py`. Triton's interpreter does not support inline assembly, so tests replace
 `_four`, `_four_once` and `_multiply` by a model of it.
