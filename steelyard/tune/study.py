@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 REJECTED_IN_A_ROW = 4  # of the sampler's points, before one of the remaining points is chosen
 DRAWN = 2_000  # random points that are considered if the grid is too large
 HEARTBEAT_TIMEOUT = 60.0  # without a heartbeat, before a worker on another host counts as dead
-REGISTER_TIMEOUT = 5.0  # from the start of a trial, for its worker to register
+REGISTER_TIMEOUT = 30.0  # from the start of a trial, for its worker to register; seconds on a busy machine
 RETRIES = 1  # of a point whose worker died, since the point may have killed it
 
 
@@ -122,10 +122,16 @@ class Study:
                 return trial
 
     def _ask(self) -> Trial:
-        self.optuna.sampler = self._sampler(trial_history.settled(self.trials()))
-        trial = self.optuna.ask(self.distributions)
-        trial.set_user_attr("worker", trial_history.me())
-        return trial
+        from optuna.exceptions import UpdateFinishedTrialError
+
+        while True:
+            self.optuna.sampler = self._sampler(trial_history.settled(self.trials()))
+            trial = self.optuna.ask(self.distributions)
+            try:
+                trial.set_user_attr("worker", trial_history.me())
+            except UpdateFinishedTrialError:
+                continue  # Another worker took this one for dead, and queued the point again.
+            return trial
 
     def _sampler(self, settled: int) -> BaseSampler:
         from optuna.samplers import RandomSampler, TPESampler
@@ -162,11 +168,13 @@ class Study:
         """An untried point that may run: near the best or, every third time, by the planner's order or at random."""
         trials = self.trials()
         known = trial_history.tried(trials)
-        chance = random.Random(f"{self.tune.seed} {trial_history.settled(trials)}")
+        chance = random.Random(f"{self.tune.seed} {trial_history.settled(trials)} {self.worker}")
         points = self.space.grid()
         if points is None:
             points = list(self.space.drawn(chance, DRAWN))
         points = [each for each in points if key(each) not in known]
+        own = self.worker % max(1, len(points))  # Workers that choose at the same time choose different points.
+        points = points[own:] + points[:own]
         if self.tune.sampler != "grid":
             chance.shuffle(points)
             best, turn = front(self.tune, trials), trial_history.settled(trials) % 3

@@ -1,5 +1,6 @@
 """Studies that are killed, resumed, interrupted and shared, with commands that take no time."""
 
+import itertools
 import json
 import os
 import random
@@ -233,6 +234,35 @@ def test_a_trial_whose_worker_died_elsewhere_is_given_up_after_a_while(valley, m
     again.set_user_attr("worker", trial_history.me() | {"began": "before"})
     assert study.fail_the_lost() == [again.number]
     assert study.next().params != asked.params  # Twice is enough: the point may be what kills its workers.
+
+
+def test_a_worker_that_others_took_for_dead_before_it_registered_takes_another_trial(valley, monkeypatch):
+    monkeypatch.chdir(valley)
+    monkeypatch.setattr("steelyard.tune.study.REGISTER_TIMEOUT", 0.1)
+    slow, other = (Study(spec.load("valley.toml"), storage.url_of(valley, None), worker) for worker in range(2))
+    me, failed = trial_history.me, []
+
+    def slowly():
+        if not failed:
+            assert other.fail_the_lost() == []
+            time.sleep(0.2)
+            failed.extend(other.fail_the_lost())
+        return me()
+
+    monkeypatch.setattr(trial_history, "me", slowly)
+    asked = slow.next()
+    assert failed == [0]
+    assert asked.number == 1
+    assert asked.params == slow.trials()[0].params
+    assert [trial.state.name for trial in slow.trials()] == ["FAIL", "RUNNING"]
+
+
+@pytest.mark.parametrize("sampler", ["grid", "random"])
+def test_workers_that_choose_at_the_same_time_choose_different_points(valley, monkeypatch, sampler):
+    monkeypatch.chdir(valley)
+    tuned = spec.load("valley.toml", {"sampler": sampler})
+    chosen = [Study(tuned, storage.url_of(valley, None), worker)._left() for worker in range(3)]
+    assert all(first != second for first, second in itertools.combinations(chosen, 2))
 
 
 def test_hours_count_only_while_trials_run():
