@@ -186,6 +186,19 @@ class Yard:
         verdicts: list[dict[str, str]] = json.loads(said)["verdicts"]
         return verdicts
 
+    def until_verdict(self, run: Path, kind: str, seconds: float = 120) -> dict[str, str]:
+        """Wait until watch says this, and return it."""
+        found: list[dict[str, str]] = []
+        ask = ("watch", str(run), "--json")
+
+        def is_said() -> bool:
+            said = json.loads(self.steelyard(*ask, code=None).stdout)["verdicts"]
+            found[:] = [verdict for verdict in said if verdict["kind"] == kind]
+            return bool(found)
+
+        self.lab.until(is_said, f"watch says {kind}", seconds)
+        return found[0]
+
     def until_pending(self, run: Path, seconds: float = 400) -> list[str]:
         """Wait until all jobs of a run, and all their parts, are in the queue; returns the jobs."""
         jobs = json.loads((run / "launch.json").read_text())["jobs"]

@@ -38,7 +38,7 @@ def test_the_guide_to_elastic_runs_works_as_written_when_a_node_loses_its_power(
         yard.lab.power_on("a2")
     yard.steelyard(*lines[3])
     yard.steelyard(*lines[4])
-    first, second = (each for each in elastic_job.attempts(run) if "attempt" in each)
+    first, second = attempts_of(run)
     assert (first["nodes"], second["nodes"]) == (["a1", "a2"], ["a1"])
     assert second["unused"]["a2"].startswith("does not answer since")
     assert losses(run) == pytest.approx(losses(undisturbed), rel=1e-3)
@@ -99,11 +99,41 @@ def test_a_run_that_loses_a_node_goes_on_from_a_memory_checkpoint(yard: Yard, un
         assert yard.until_state(run, "finished", "failed", seconds=600) == "finished", everything(run)
     finally:
         yard.lab.power_on("a2")
-    first, second = (each for each in elastic_job.attempts(run) if "attempt" in each)
+    first, second = attempts_of(run)
     assert (first["nodes"], second["nodes"]) == (["a1", "a2"], ["a1"])
     said = (run / "logs" / "a1.out").read_text()
     assert re.search(r"resumed at step (?!0 )\d+ from a memory checkpoint \(none is on disk\)", said), everything(run)
     assert losses(run) == pytest.approx(losses(undisturbed), rel=1e-3)
+
+
+def test_a_heterogeneous_job_shrinks_when_a_node_loses_its_power_and_grows_when_it_is_back(yard: Yard):
+    """Slurm has removed the node from the job when it is back, so the job is queued again, with both its parts."""
+    words = ("mixed.toml", "--on", "slurm", "--cluster", "cluster.toml", "--site", "yard", "--min-nodes", "2")
+    run = yard.submit(*words, "--name", "two-parts", "train.steps=100000", "checkpoint.every=20")
+    yard.until_step(run, 10)
+    yard.lab.power_off("b2")
+    try:
+        yard.lab.until(lambda: len(attempts_of(run)) > 1, "an attempt on three nodes", 300)
+        second = attempts_of(run)[1]
+        assert second["nodes"] == ["a1", "a2", "b1"], everything(run)
+        assert second["unused"]["b2"].startswith("does not answer since")
+        yard.lab.until(lambda: "down" in yard.lab.client("sinfo", "-hNn", "b2", "-o%T").stdout, "b2 to be down", 300)
+    finally:
+        yard.lab.power_on("b2")
+    yard.hurry(run)
+    yard.lab.until(lambda: len(attempts_of(run)) > 2, "an attempt on four nodes", 300)
+    third = attempts_of(run)[2]
+    assert third["nodes"] == ["a1", "a2", "b1", "b2"], everything(run)
+    assert "partition" in third["layout"]
+    resumed = elastic.newest_checkpoint(run)
+    yard.until_step(run, resumed + 5)
+    yard.steelyard("cancel", "two-parts")
+    assert yard.until_state(run, "cancelled", seconds=600) == "cancelled"
+    assert sorted(losses(run)) == list(range(1, len(losses(run)) + 1)), "no step is missing"
+
+
+def attempts_of(run: Path) -> list[dict]:
+    return [each for each in elastic_job.attempts(run) if "attempt" in each]
 
 
 def test_where_a_site_forbids_no_kill_the_run_goes_on_as_a_new_job_on_the_nodes_that_exist(
@@ -121,7 +151,7 @@ def test_where_a_site_forbids_no_kill_the_run_goes_on_as_a_new_job_on_the_nodes_
         assert yard.until_state(run, "finished", "failed", seconds=700) == "finished", everything(run)
     finally:
         yard.lab.power_on("a2")
-    attempts = [each for each in elastic_job.attempts(run) if "attempt" in each]
+    attempts = attempts_of(run)
     assert (attempts[0]["nodes"], attempts[-1]["nodes"]) == (["a1", "a2"], ["a1"])
     assert max(record["restarts"] for record in yard.records(run)) == 1, "the job was queued again"
     assert losses(run) == pytest.approx(losses(undisturbed), rel=1e-3)

@@ -22,10 +22,7 @@ def allocated(job: ElasticJob, environ: Mapping[str, str]) -> list[Node]:
     """The nodes of the job in rank order. Without an answer of squeue: those that it started with."""
     found = []
     for number, group in enumerate(job.groups):
-        suffix = f"_HET_GROUP_{number}" if len(job.groups) > 1 else ""
-        id_, started = environ.get(f"SLURM_JOB_ID{suffix}", ""), environ.get(f"SLURM_JOB_NODELIST{suffix}", "")
-        answer = ask(["squeue", "--noheader", f"--jobs={id_}", "--format=%N"])[0].strip().splitlines()
-        names = answer[0] if answer and answer[0] not in ("", "(null)") else started
+        names = _of_part(job, number, "%N", environ) or _variable(job, number, "NODELIST", environ)
         found += [Node(name, str(group["type"]), number) for name in (expand(names) if names else [])]
     return found
 
@@ -50,21 +47,43 @@ def answers(job: ElasticJob, node: Node) -> bool:
 
 
 def spare(job: ElasticJob, environ: Mapping[str, str]) -> list[Node]:
-    """Idle nodes of the partition that the job would get if it were requeued, because Slurm cannot add nodes to a job.
+    """Idle nodes that the job would get if it were requeued, because Slurm cannot add nodes to a job.
 
-    None while another job waits in the partition, which could get the nodes that this one gives up.
+    None of a partition in which another job waits, which could get the nodes that this one gives up.
     """
     if not can_requeue(job, environ):
         return []
-    partition = environ.get("SLURM_JOB_PARTITION", "")
-    missing = sum(int(group["nodes"]) for group in job.groups) - len(allocated(job, environ))
-    if missing <= 0 or len(job.groups) > 1 or not partition:
-        return []
-    if ask(["squeue", "--noheader", "--states=PENDING", f"--partition={partition}", "--format=%i"])[0].strip():
-        return []
-    idle = ask(["sinfo", "--noheader", "--Node", f"--partition={partition}", "--states=idle", "--format=%N|%T"])[0]
-    names = sorted({line.partition("|")[0] for line in idle.splitlines() if line.strip().endswith("|idle")})
-    return [Node(name, str(job.groups[0]["type"])) for name in names[:missing]]
+    present = [node.group for node in allocated(job, environ)]
+    found: list[Node] = []
+    for number, group in enumerate(job.groups):
+        missing = int(group["nodes"]) - present.count(number)
+        partition = _of_part(job, number, "%P", environ)
+        if missing > 0 and partition and not _has_queue(partition):
+            idle = [name for name in _idle(partition) if name not in {node.name for node in found}]
+            found += [Node(name, str(group["type"]), number) for name in idle[:missing]]
+    return found
+
+
+def _has_queue(partition: str) -> bool:
+    waiting = ask(["squeue", "--noheader", "--states=PENDING", f"--partition={partition}", "--format=%i"])[0]
+    return bool(waiting.strip())
+
+
+def _idle(partition: str) -> list[str]:
+    answer = ask(["sinfo", "--noheader", "--Node", f"--partition={partition}", "--states=idle", "--format=%N|%T"])[0]
+    return sorted({line.partition("|")[0] for line in answer.splitlines() if line.strip().endswith("|idle")})
+
+
+def _of_part(job: ElasticJob, group: int, field: str, environ: Mapping[str, str]) -> str:
+    """A field of squeue for the job, or for a part of a heterogeneous job; empty without an answer."""
+    id_ = _variable(job, group, "ID", environ)
+    answer = ask(["squeue", "--noheader", f"--jobs={id_}", f"--format={field}"])[0].strip().splitlines()
+    return answer[0].strip() if answer and answer[0] != "(null)" else ""
+
+
+def _variable(job: ElasticJob, group: int, name: str, environ: Mapping[str, str]) -> str:
+    suffix = f"_HET_GROUP_{group}" if len(job.groups) > 1 else ""
+    return environ.get(f"SLURM_JOB_{name}{suffix}", "")
 
 
 def can_requeue(job: ElasticJob, environ: Mapping[str, str]) -> bool:
