@@ -273,6 +273,7 @@ def become(request: dict[str, Any], streams: Sequence[int], preexec_fn=None, pas
 def _take_over(request: dict[str, Any], streams: Sequence[int], pass_fds: Sequence[int]) -> None:
     import torch
 
+    gc.freeze()  # Garbage of the process before the fork would close descriptors that have new owners here.
     if request["new_session"]:
         os.setsid()
     held = [os.dup(stream) for stream in streams]  # One may be where another must go.

@@ -6,6 +6,7 @@ study that was killed therefore continues with the same points.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import random
@@ -14,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from steelyard.core import secrets
+from steelyard.core import files, secrets
 from steelyard.core.console import console
 from steelyard.core.errors import UserError
 from steelyard.core.recipe.load import written
@@ -35,6 +36,7 @@ REJECTED_IN_A_ROW = 4  # of the sampler's points, before one of the remaining po
 DRAWN = 2_000  # random points that are considered if the grid is too large
 HEARTBEAT_TIMEOUT = 60.0  # without a heartbeat, before a worker on another host counts as dead
 REGISTER_TIMEOUT = 30.0  # from the start of a trial, for its worker to register; seconds on a busy machine
+LOCK = ".lock"
 RETRIES = 1  # of a point whose worker died, since the point may have killed it
 
 
@@ -42,7 +44,7 @@ class Study:
     """The study of a tune file, in its database."""
 
     def __init__(self, tune: Tune, url: str, worker: int = 0) -> None:
-        self.tune, self.worker = tune, worker
+        self.tune, self.worker, self.file = tune, worker, storage.own_file(url)
         self.space, self.prior = tune.searched(), PlannerPrior(tune)
         self.distributions = self.space.distributions()
         goals = [each.direction for each in tune.objectives]
@@ -100,7 +102,15 @@ class Study:
         storage.persistently(lambda: self.optuna.set_user_attr("begun", True))
 
     def next(self) -> Trial | None:
-        """The next trial to run; None if no point of the space is left."""
+        """The next trial to run; None if no point of the space is left.
+
+        Two workers could start the same queued trial in an SQLite file, which has no locks of rows for Optuna.
+        """
+        alone = contextlib.nullcontext() if self.file is None else files.locked(self.file.with_suffix(LOCK), wait=True)
+        with alone:
+            return self._next()
+
+    def _next(self) -> Trial | None:
         if self.tune.sampler == "grid":
             return self._next_left()
         for _ in range(REJECTED_IN_A_ROW):

@@ -2,7 +2,7 @@
 
 STUDY/tune.json      the parsed tune file, and the address of the study's database
 STUDY/recipe.toml    the tuned recipe, as it was written
-STUDY/study.db       the study, unless another database is used
+STUDY/study.db       the study, unless another database is used; study.lock: held while a worker chooses a trial
 STUDY/trials/00007/  recipe.toml, log.txt, trial.json, and the run's folder
 STUDY/best.toml      the best settings so far as a recipe (best.txt: as a command), updated with each better trial
 STUDY/report.html

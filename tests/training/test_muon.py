@@ -31,16 +31,16 @@ def step(optimizer: Optimizer, rate: float, scale: float = 1.0) -> None:
 @pytest.mark.parametrize("scale", ["original", "match_rms_adamw"])
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_twenty_steps_in_bf16_are_those_of_torch(scale, nesterov):
-    rate = 1e-2
+    rate, decay = 2e-4, 5.0  # Products in bf16 are rounded differently by each kind of CPU: 5e-4 of an update.
     generator = torch.Generator().manual_seed(0)
     ours = [torch.nn.Parameter(torch.randn(shape, generator=generator) / 50) for shape in SHAPES]
     theirs = [torch.nn.Parameter(each.detach().clone()) for each in ours]
     before = [each.detach().clone() for each in ours]
     optim = OptimSection(
-        name="muon", learning_rate=rate, weight_decay=0.1, muon_momentum=0.9, muon_scale=scale, muon_nesterov=nesterov
+        name="muon", learning_rate=rate, weight_decay=decay, muon_momentum=0.9, muon_scale=scale, muon_nesterov=nesterov
     )
     optimizer = Optimizer([shard(each) for each in ours], optim, on_host=False)
-    torchs = torch.optim.Muon(theirs, rate, weight_decay=0.1, momentum=0.9, nesterov=nesterov, adjust_lr_fn=scale)
+    torchs = torch.optim.Muon(theirs, rate, weight_decay=decay, momentum=0.9, nesterov=nesterov, adjust_lr_fn=scale)
     for _ in range(20):
         for one, other in zip(ours, theirs, strict=True):
             other.grad = torch.randn(one.shape, generator=generator)

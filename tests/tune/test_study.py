@@ -9,12 +9,14 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from steelyard.core import files
 from steelyard.core.errors import RuntimeFailure, UserError
 from steelyard.launch import launch_record, supervisor
 from steelyard.tune import (
@@ -255,6 +257,18 @@ def test_a_worker_that_others_took_for_dead_before_it_registered_takes_another_t
     assert asked.number == 1
     assert asked.params == slow.trials()[0].params
     assert [trial.state.name for trial in slow.trials()] == ["FAIL", "RUNNING"]
+
+
+def test_one_worker_at_a_time_takes_a_trial_from_the_queue_of_a_file(valley, monkeypatch):
+    """In an SQLite file two of them could start the same one."""
+    monkeypatch.chdir(valley)
+    study = Study(spec.load("valley.toml"), storage.url_of(valley, None))
+    with ThreadPoolExecutor(1) as pool:
+        with files.locked(valley / "study.lock", wait=True):
+            chosen = pool.submit(study.next)
+            time.sleep(0.3)
+            assert not study.trials()
+        assert chosen.result(timeout=60).number == 0
 
 
 @pytest.mark.parametrize("sampler", ["grid", "random"])
