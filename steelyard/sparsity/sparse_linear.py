@@ -24,7 +24,6 @@ loaded dense there.
 from __future__ import annotations
 
 import contextlib
-import copy
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -49,7 +48,6 @@ MOST_FEW_ROWS = 16
 MULTIPLE = 16  # cuSPARSELt needs both sides of a matrix as multiples of this, and rows as multiples of half of it.
 COMPILERS = 8  # threads
 ROUNDS = 10
-MOST_COPIES = 64
 LARGEST_ERROR = 0.02  # relative to the norm of the product; rounding to 16 bits is a tenth of that
 DTYPES = (torch.bfloat16, torch.float16)
 # sparse_gemv.Way or sparse_mma.Form, whose modules need Triton; the number of a cuSPARSELt algorithm; or None: expand
@@ -206,12 +204,11 @@ def choose(x: Tensor, held: Packed, for_many: Tensor) -> Way:
     if x.is_cuda:
         _compile(x, held, for_many, found)
     expected = multiplied(x, held, for_many, None).float()
-    matrices = _copies(held, for_many)
     best, least = None, float("inf")
     for way in found:
         try:
             error = (multiplied(x, held, for_many, way).float() - expected).norm() / expected.norm().clamp(min=1e-30)
-            milliseconds = _milliseconds([partial(multiplied, x, *matrix, way) for matrix in matrices])
+            milliseconds = _milliseconds(partial(multiplied, x, held, for_many, way))
         except Exception as problem:
             console.warn(f"a sparse matrix product fails on this GPU and is not used: {way}: {problem}")
             continue
@@ -241,29 +238,18 @@ def _key(x: Tensor, held: Packed) -> Key:
     return (x.device, x.dtype, held.outputs, held.groups, rows, CHOICES.for_graphs, held.values.dtype)
 
 
-def _copies(held: Packed, for_many: Tensor) -> list[tuple[Packed, Tensor]]:
-    """The matrix and as many copies as do not fit into the L2 cache together.
+def _milliseconds(product: Callable[[], Tensor]) -> float:
+    """The mean time of a few calls after warmup; as a CUDA graph if `CHOICES.for_graphs` is set.
 
-    In a model the weights of a product are not in the cache, and its kernel starts while another product ends. Products
-    with these matrices in turn are like that. (Overwriting the cache before each product chose slower kernels.)
+    Weights that fit are then in the L2 cache, which they are not in a model. But choices that were measured without
+    them in the cache made a model slower (docs/benchmarks.md).
     """
-    if not held.values.is_cuda:
-        return [(held, for_many)]
-    cache = 2 * torch.cuda.get_device_properties(held.values.device).L2_cache_size
-    copies = [(copy.deepcopy(held), for_many.clone()) for _ in range(min(MOST_COPIES, cache // held.values.nbytes))]
-    return [(held, for_many), *copies]
-
-
-def _milliseconds(products: list[Callable[[], Tensor]]) -> float:
-    """The mean time of calls in turn, after warmup; as a CUDA graph if `CHOICES.for_graphs` is set."""
-    times = -(-ROUNDS // len(products))
 
     def rounds() -> None:
-        for product in products * times:
+        for _ in range(ROUNDS):
             product()
 
     rounds()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     replay = rounds
     if CHOICES.for_graphs:
         graph = torch.cuda.CUDAGraph()
@@ -272,11 +258,12 @@ def _milliseconds(products: list[Callable[[], Tensor]]) -> float:
             rounds()
         replay = graph.replay
         replay()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     replay()
     end.record()
     end.synchronize()
-    return float(begin.elapsed_time(end)) / (times * len(products))
+    return float(begin.elapsed_time(end)) / ROUNDS
 
 
 def _expanded_product(x: Tensor, held: Packed) -> Tensor:

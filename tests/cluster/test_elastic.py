@@ -113,9 +113,10 @@ def test_a_heterogeneous_job_shrinks_when_a_node_loses_its_power_and_grows_when_
     yard.until_step(run, 10)
     yard.lab.power_off("b2")
     try:
-        yard.lab.until(lambda: len(attempts_of(run)) > 1, "an attempt on three nodes", 300)
+        yard.lab.until(lambda: len(attempts_of(run)) > 1, "an attempt without the node", 300)
         second = attempts_of(run)[1]
-        assert second["nodes"] == ["a1", "a2", "b1"], everything(run)
+        assert sorted([*second["nodes"], *second["unused"]]) == ["a1", "a2", "b1", "b2"], everything(run)
+        assert len(second["nodes"]) > 1  # The planner may leave out one of the slower nodes.
         assert second["unused"]["b2"].startswith("does not answer since")
         yard.lab.until(lambda: "down" in yard.lab.client("sinfo", "-hNn", "b2", "-o%T").stdout, "b2 to be down", 300)
     finally:

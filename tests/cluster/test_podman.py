@@ -130,7 +130,7 @@ def test_two_ranks_train_here_and_a_job_killed_at_once_leaves_no_container(yard:
         assert time.monotonic() < deadline, everything(run)
         time.sleep(0.2)
     assert yard.state(run) == "cancelled"
-    assert not list((run / "launch").glob("alive*"))
+    assert not list((run / "launch").glob("alive.*"))
 
 
 def test_a_job_of_slurms_runs_in_a_container_and_saves_when_it_is_cancelled(yard: Yard, boxed: list[str]):

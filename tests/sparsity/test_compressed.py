@@ -179,8 +179,8 @@ def test_the_fastest_way_that_is_right_is_chosen_and_remembered(monkeypatch, cap
             raise RuntimeError("out of resources")
         return factors[way] * x
 
-    def timed(products):
-        return milliseconds[products[0].args[-1]]
+    def timed(product):
+        return milliseconds[product.args[-1]]
 
     monkeypatch.setattr(sparse_linear, "CHOICES", sparse_linear.Choices())
     monkeypatch.setattr(sparse_linear, "candidates", lambda *_: ["slow", "broken", "wrong", "fast", None])
