@@ -4,7 +4,7 @@
     python -m tests.faults.slow_rank nice       # nice 19, beside as many busy processes as there are cores
 
 Where the kernel schedules sessions as groups (sched_autogroup_enabled), nice 19 has no effect beside processes of other
-sessions: the rank is then not slower, and `watch` should find nothing.
+sessions. So the ranks and the busy processes are put into one cgroup, which needs root; of cgroup v2 with the controller `cpu` (cgroup.subtree_control).
 
 The run is healthy for WARM seconds first, which are its own past. Verdicts before the disturbance are printed too.
 """
@@ -23,10 +23,18 @@ from pathlib import Path
 from tests.conftest import TINY, write_tokens
 
 WARM, DISTURBED, BETWEEN = 150.0, 300.0, 4.0
+GROUP = next(filter(Path.is_dir, map(Path, ("/sys/fs/cgroup/cpu", "/sys/fs/cgroup")))) / "steelyard-slow-rank"
 WORDS = (
     "tiny.toml", "train.steps=1000000", "checkpoint.every=0", "eval.every=0", "log.every=1", "parallel.data=2",
     "model.hidden=256", "train.global_batch=8", "train.micro_batch=4",
 )  # fmt: skip
+
+
+def until_empty(group: Path) -> None:
+    """Remove a cgroup when its last process has ended."""
+    while (group / "cgroup.procs").read_text():
+        time.sleep(0.2)
+    group.rmdir()
 
 
 def main(kind: str) -> None:
@@ -51,6 +59,9 @@ def main(kind: str) -> None:
                 busy = [
                     subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)
                 ]
+                GROUP.mkdir(exist_ok=True)
+                for process in [*ranks(run), *(each.pid for each in busy)]:
+                    (GROUP / "cgroup.procs").write_text(str(process))
             begun = looked = time.monotonic()
             while time.monotonic() < begun + DISTURBED:
                 if kind == "bursts":
@@ -66,7 +77,10 @@ def main(kind: str) -> None:
         finally:
             for process in busy:
                 process.kill()
+                process.wait()
             steelyard(folder, "cancel", run)
+            if GROUP.exists():
+                until_empty(GROUP)
 
 
 def steelyard(folder: str, *words: str) -> subprocess.CompletedProcess[str]:
