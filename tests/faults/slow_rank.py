@@ -4,7 +4,8 @@
     python -m tests.faults.slow_rank nice       # nice 19, beside as many busy processes as there are cores
 
 Where the kernel schedules sessions as groups (sched_autogroup_enabled), nice 19 has no effect beside processes of other
-sessions. So the ranks and the busy processes are put into one cgroup, which needs root; of cgroup v2 with the controller `cpu` (cgroup.subtree_control).
+sessions. So the ranks and the busy processes are put into one cgroup, which needs root (cgroup v2: and the controller
+`cpu` in cgroup.subtree_control).
 
 The run is healthy for WARM seconds first, which are its own past. Verdicts before the disturbance are printed too.
 """
