@@ -7,7 +7,9 @@
 
 Full optimizer steps on random tokens: forward, backward, clipping, fused AdamW. The median step counts. MFU is relative
 to the GPU's dense bf16 peak, with 6 FLOPs per matmul parameter and token, plus half of full attention (causal).
-`--floor` times only the matrix products and attention of the step, one after the other: a lower bound of its time.
+`--floor` times only the matrix products and attention of the step, one after the other: a lower bound of its time. With
+fp8 also a floor whose products of layers are in fp8, without casts. `--command` also trains as `steelyard train` does,
+on token files.
 """
 
 from __future__ import annotations
@@ -16,18 +18,23 @@ import argparse
 import itertools
 import json
 import statistics
+import tempfile
 import timeit
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import torch
 
+from steelyard import training
 from steelyard.core.recipe import Recipe, load_recipe
 from steelyard.parallel import mesh
 from steelyard.sizes.gpu_catalogue import by_device_name
 from steelyard.sizes.least_recompute import with_least_recompute
 from steelyard.sizes.param_count import flops_per_token
 from steelyard.tokens.dataloader import columns
+from steelyard.tokens.indexed_dataset import bin_path, token_dtype
+from steelyard.tokens.merge import write_index
 from steelyard.training import device as devices
 from steelyard.training.engine import Engine
 from steelyard.training.extension import Extension
@@ -42,6 +49,7 @@ SHAPES = {
     "smollm2": ("smollm2-135m", ["data.sequence_length=1024", "train.micro_batch=16", "train.global_batch=16"]),
     "tiny": ("quickstart", ["train.micro_batch=2", "train.global_batch=2", "train.device=cpu"]),
 }
+RECORD_EVERY = 5  # steps of the whole command
 
 
 def main() -> None:
@@ -55,6 +63,7 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=5, help="steps that are not timed")
     parser.add_argument("--peer", action="store_true", help="also time transformers, compiled and under autocast")
     parser.add_argument("--floor", action="store_true", help="also time only the matrix products and attention")
+    parser.add_argument("--command", action="store_true", help="also train through the whole command on token files")
     parser.add_argument("--profile", action="store_true", help="print where the time of one step goes")
     options = parser.parse_args()
     name, overrides = SHAPES[options.shape]
@@ -64,8 +73,12 @@ def main() -> None:
             recipe = load_recipe(name, [*overrides, *kind, *options.overrides])
             what = f"steelyard {precision}" + (" by row" if scaling == "row" else "")
             report(what, recipe, *ours(recipe, options.steps, options.profile, options.warmup))
+            if options.command:
+                report(f"{what}, whole command", recipe, *whole_command(recipe, options.steps, options.warmup))
     if options.floor:
-        report("floor", recipe, floor(recipe), 0.0, [])
+        report("floor", recipe, floor(recipe, products), 0.0, [])
+        if "fp8" in options.precision:
+            report("floor fp8", recipe, floor(recipe, fp8_products), 0.0, [])
     if options.peer:
         report("transformers", recipe, *theirs(recipe, options.steps))
 
@@ -108,6 +121,24 @@ def ours(recipe: Recipe, steps: int, profiled: bool, warmup: int = 5) -> tuple[f
     return seconds, memory(), [loss.item() for loss in losses]
 
 
+def whole_command(recipe: Recipe, steps: int, warmup: int) -> tuple[float, float, list[float]]:
+    """The same of a training run without checkpoints: the median of its records."""
+    with tempfile.TemporaryDirectory() as folder:
+        prefix = f"{folder}/random_text_document"
+        length = recipe.train.global_batch * (recipe.data.sequence_length + 1)
+        tokens = np.random.RandomState(0).randint(0, 1000, (steps + warmup) * length).astype(token_dtype(2**16))
+        bin_path(prefix).write_bytes(tokens.tobytes())
+        write_index(prefix, lambda: iter([np.array([len(tokens)], dtype=np.int32)]), tokens.dtype)
+        settings = [
+            f"data.train={prefix}", "data.split=100,0,0", "data.tokenizer=none", f"train.steps={steps + warmup}",
+            "checkpoint.every=0", "eval.every=0", f"log.every={RECORD_EVERY}", "optim.warmup_steps=0",
+        ]  # fmt: skip
+        run = training.run(load_recipe(recipe.settings(), settings), Path(folder) / "run")
+        records = [each for each in run.metrics() if "loss" in each]
+    seconds = statistics.median(each["seconds"] for each in records if each["step"] > warmup + RECORD_EVERY)
+    return seconds, memory(), [each["loss"] for each in records]
+
+
 def theirs(recipe: Recipe, steps: int) -> tuple[float, float, list[float]]:
     """The same with transformers' model, torch.compile, autocast, clip_grad_norm_ and fused AdamW."""
     import transformers
@@ -144,8 +175,8 @@ def theirs(recipe: Recipe, steps: int) -> tuple[float, float, list[float]]:
     return timed(step, steps), memory(), [loss.item() for loss in losses]
 
 
-def floor(recipe: Recipe) -> float:
-    """Seconds of the step's matrix products and attention in bf16, timed separately and summed."""
+def floor(recipe: Recipe, layer_products: Callable[[int, int, int], float]) -> float:
+    """Seconds of the step's matrix products and attention, timed separately and summed; head and attention in bf16."""
     shape, length = recipe.model, recipe.data.sequence_length
     rows = recipe.train.global_batch * length
     head_dim = shape.hidden // shape.heads
@@ -153,9 +184,8 @@ def floor(recipe: Recipe) -> float:
     gated = 2 if shape.family == "llama" else 1
     widths = [(shape.hidden, shape.hidden + 2 * key_value), (shape.hidden, shape.hidden),
               (shape.hidden, gated * shape.ffn), (shape.ffn, shape.hidden)]  # fmt: skip
-    total = shape.layers * sum(products(rows, *width) for width in widths) + products(
-        rows, shape.hidden, shape.padded_vocab
-    )
+    total = shape.layers * sum(layer_products(rows, *width) for width in widths)
+    total += products(rows, shape.hidden, shape.padded_vocab)
     sizes = [
         (recipe.train.global_batch, number, length, head_dim) for number in (shape.heads, *[key_value // head_dim] * 2)
     ]
@@ -175,6 +205,26 @@ def products(rows: int, inputs: int, outputs: int) -> float:
     x, w, g = (torch.randn(*size, device="cuda", dtype=torch.bfloat16)
                for size in ((rows, inputs), (outputs, inputs), (rows, outputs)))  # fmt: skip
     return timed(lambda: (x @ w.t(), g @ w, g.t() @ x), 10)
+
+
+def fp8_products(rows: int, inputs: int, outputs: int) -> float:
+    """The same in fp8, one scale per tensor, with operands in the order that the GPU needs."""
+
+    def matrix(height: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.randn(height, width, device="cuda").to(dtype)
+
+    forward, backward, one = torch.float8_e4m3fn, torch.float8_e5m2, torch.ones((), device="cuda")
+    pairs = [
+        (matrix(rows, inputs, forward), matrix(outputs, inputs, forward), True),
+        (matrix(rows, outputs, backward), matrix(inputs, outputs, forward), False),
+        (matrix(outputs, rows, backward), matrix(inputs, rows, forward), False),
+    ]
+
+    def multiply() -> None:
+        for a, b, fast in pairs:
+            torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=fast)
+
+    return timed(multiply, 10)
 
 
 def data(recipe: Recipe) -> Iterator[np.ndarray]:

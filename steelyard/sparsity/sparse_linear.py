@@ -241,8 +241,8 @@ def _key(x: Tensor, held: Packed) -> Key:
 def _milliseconds(product: Callable[[], Tensor]) -> float:
     """The mean time of a few calls after warmup; as a CUDA graph if `CHOICES.for_graphs` is set.
 
-    Weights that fit are then in the L2 cache, which they are not in a model. But choices that were measured without
-    them in the cache made a model slower (docs/benchmarks.md).
+    Weights that fit are then in the L2 cache, which they are not in a model. Choices that were measured without them in
+    the cache made a model no faster (docs/benchmarks.md).
     """
 
     def rounds() -> None:

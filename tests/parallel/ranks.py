@@ -123,6 +123,7 @@ def serve(wire: Any, folder: Path) -> None:
     import torch
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+    gc.freeze()  # Modules that were imported before the fork are not visited by each collection.
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)  # Memory that nobody has set is full of NaN.
     os.chdir(folder)
