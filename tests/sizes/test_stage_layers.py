@@ -1,3 +1,4 @@
+from functools import cache, partial
 from itertools import product
 
 import pytest
@@ -13,10 +14,15 @@ def planned(name, pipeline, virtual=1, *overrides):
     return load_recipe(name, [*plan, "parallel.sequence_parallel=false", *overrides])
 
 
-def busiest(recipe, counts):
-    """The cost of the busiest pipeline rank."""
-    stages = [stage_flops(recipe, stage, count) for stage, count in enumerate(counts)]
-    return max(sum(stages[rank :: recipe.parallel.pipeline]) for rank in range(recipe.parallel.pipeline))
+def cost_of(recipe):
+    """The cost of the busiest pipeline rank, as a function of the partition."""
+    flops, pipeline = cache(partial(stage_flops, recipe)), recipe.parallel.pipeline
+
+    def busiest(counts):
+        stages = list(map(flops, range(len(counts)), counts))
+        return max(sum(stages[rank::pipeline]) for rank in range(pipeline))
+
+    return busiest
 
 
 def evenly(layers, stages):
@@ -37,7 +43,8 @@ def test_a_partition_holds_all_layers_and_is_never_worse_than_an_even_one(name, 
     assert partition.stages == pipeline * virtual
     assert partition.total == recipe.model.layers
     even = evenly(recipe.model.layers, partition.stages)
-    assert busiest(recipe, partition.counts) <= min(busiest(recipe, even), busiest(recipe, even[::-1]))
+    busiest = cost_of(recipe)
+    assert busiest(partition.counts) <= min(busiest(even), busiest(even[::-1]))
 
 
 @pytest.mark.parametrize("layers", [1, 2, 5, 8])
@@ -48,7 +55,8 @@ def test_no_other_partition_is_better(layers, vocab, pipeline, virtual):
     recipe = planned("gpt2-small", pipeline, virtual, *sizes)
     stages = pipeline * virtual
     every = (counts for counts in product(range(layers + 1), repeat=stages) if sum(counts) == layers)
-    assert busiest(recipe, partition_of(recipe).counts) == min(busiest(recipe, counts) for counts in every)
+    busiest = cost_of(recipe)
+    assert busiest(partition_of(recipe).counts) == min(map(busiest, every))
 
 
 @pytest.mark.parametrize(
