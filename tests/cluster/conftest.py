@@ -238,7 +238,7 @@ class Yard:
         return (run / "logs" / "a1.out").read_text().count("stopping after this step") == times
 
 
-def trained_on_four_nodes(yard: Yard, run: Path, jobs: int) -> None:
+def assert_trained_on_four_nodes(yard: Yard, run: Path, jobs: int) -> None:
     """See that a run over two partitions has all that it should have."""
     assert sorted(losses(run)) == list(range(1, STEPS + 1))
     last = {record["job"]: record for record in yard.records(run)}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from steelyard.launch.backends.slurm_queue import seconds
-from tests.cluster.conftest import STEPS, Yard, everything, losses, trained_on_four_nodes
+from tests.cluster.conftest import STEPS, Yard, assert_trained_on_four_nodes, everything, losses
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 ALIKE = ("alike.toml", "parallel.data=2", "--nodes", "2")
@@ -73,7 +73,7 @@ def test_a_time_limit_saves_requeues_and_resumes_jobs_of_every_shape(
         assert losses(run) == losses(undisturbed if name == "one" else undisturbed_mixed), name
         restarts = {record["job"]: record["restarts"] for record in yard.records(run)}
         assert list(restarts.values()) == [1] * (1 if name == "one" else 2), restarts
-    trained_on_four_nodes(yard, runs["pair"], jobs=2)
+    assert_trained_on_four_nodes(yard, runs["pair"], jobs=2)
 
 
 def test_a_follower_does_not_wait_for_a_master_that_is_gone(yard: Yard):

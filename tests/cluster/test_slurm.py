@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from steelyard.cli import COMMANDS
-from tests.cluster.conftest import STEPS, Yard, everything, losses, rank_on, trained_on_four_nodes
+from tests.cluster.conftest import STEPS, Yard, assert_trained_on_four_nodes, everything, losses, rank_on
 from tests.test_guides import commands
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
@@ -37,7 +37,7 @@ def test_alike_nodes_train_as_one_job(yard: Yard, undisturbed: Path):
 
 def test_a_plan_over_two_partitions_trains_on_four_nodes(yard: Yard, undisturbed_mixed: Path):
     """As one heterogeneous job; a master and a follower do in test_going_on.py."""
-    trained_on_four_nodes(yard, undisturbed_mixed, jobs=1)
+    assert_trained_on_four_nodes(yard, undisturbed_mixed, jobs=1)
 
 
 def test_a_lost_node_costs_no_step(yard: Yard, undisturbed: Path, undisturbed_mixed: Path):
