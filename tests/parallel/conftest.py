@@ -35,8 +35,8 @@ FAMILIES = {
 }
 FAMILIES["capacity"] = FAMILIES["experts"].replace("aux_loss=0.5", "capacity=0.8, aux_loss=0.5")
 FOUR_STEPS = [
-    "train.steps=4", "log.every=1", "eval.every=2", "checkpoint.every=0", "train.global_batch=8",
-    "train.micro_batch=1", "parallel.timeout_minutes=3",
+    "train.steps=4", "log.every=1", "eval.every=2", "eval.batches=1", "checkpoint.every=0",
+    "train.global_batch=8", "train.micro_batch=1", "parallel.timeout_minutes=3",
 ]  # fmt: skip
 # Tests on the pool of ranks are slow but for these, a few of every kind, which show most mistakes.
 FAST = """

@@ -55,8 +55,8 @@ def test_learned_masks_have_state_and_gradients_for_their_logits_and_none_for_we
 
 
 def test_joint_training_has_masks_and_with_distillation_a_frozen_copy_of_the_model():
-    joint = ["sparsity.method=joint", "train.init_from=here"]
-    distill = [*joint, "sparsity.distill=1.0"]
+    distill = ["sparsity.method=joint", "train.init_from=here"]
+    joint = [*distill, "sparsity.distill=0"]
     held = stage_parameters(load_recipe("llama3.2-1b"), 0)
     matrices = 16 * (2048 * 2048 * 2 + 2 * 2048 * 512 + 3 * 2048 * 8192)
     plain, masked, taught = (memory("llama3.2-1b", 1, *more)[0] for more in ([], joint, distill))

@@ -20,7 +20,7 @@ from tests.sparsity.test_masked_linear import magnitude_masks, records
 
 JOINT = (
     "sparsity.method=joint", "sparsity.mask_every=2", "train.init_from=base", "eval.every=0", "checkpoint.every=0",
-    "optim.warmup_steps=0", "log.every=1",
+    "optim.warmup_steps=0", "log.every=1", "sparsity.distill=0",
 )  # fmt: skip
 DISTILL = ("sparsity.distill=1.0",)
 

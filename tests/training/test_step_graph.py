@@ -26,7 +26,7 @@ KINDS = {
     ],
     "nf4": ["finetune.data=['none']", "finetune.adapter.rank=4", "finetune.base_precision=nf4"],
     "masks": ['sparsity.method="learned"', 'sparsity.base="random"'],
-    "joint": ['sparsity.method="joint"', 'train.init_from="random"', "train.steps=9", "sparsity.mask_every=2"],
+    "joint": ["sparsity={method='joint', mask_every=2, distill=0}", 'train.init_from="random"', "train.steps=9"],
     "masks, distilled": ['sparsity.method="learned"', 'sparsity.base="random"', "sparsity.distill=1.0"],
 }
 

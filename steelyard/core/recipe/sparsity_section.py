@@ -50,7 +50,10 @@ class SparsitySection(Section):
     learning_rate: PositiveFloat | None = Field(None, description="of the logits; default: optim's, multiplied")
     learning_rate_multiplier: PositiveFloat = Field(1.0, description="of optim.learning_rate, for the logits")
     weight_decay: NonNegativeFloat = Field(0.0, description="of the logits")
-    distill: NonNegativeFloat = Field(0.0, description="weight of the KL divergence from the dense model's predictions")
+    distill: NonNegativeFloat = Field(
+        default_factory=lambda data: 1.0 if data["method"] == "joint" else 0.0,
+        description="weight of the KL divergence from the dense model's predictions; default: joint 1, otherwise 0",
+    )
     distill_temperature: PositiveFloat = 1.0
 
     mask: str | None = Field(
@@ -93,7 +96,8 @@ class SparsitySection(Section):
             "fixed": (*OF_LEARNED, *DISTILL, *OF_JOINT, "decay", "pattern"),
         }
         for key in foreign[self.method]:
-            if key in self.model_fields_set and getattr(self, key) != type(self).model_fields[key].default:
+            default = type(self).model_fields[key].get_default(call_default_factory=True, validated_data=self.__dict__)
+            if key in self.model_fields_set and getattr(self, key) != default:
                 raise contradiction(f"sparsity.{key}", f'is not used with method = "{self.method}"', "remove it")
         if self.method == "learned" and self.pattern not in LEARNED_PATTERNS:
             raise contradiction(
