@@ -78,7 +78,7 @@ def run(
 
 def _stacks(process: subprocess.Popen) -> str:
     """End a process that did not end in time; returns the stacks of its threads and of its children's."""
-    for number in [process.pid, *_descendants(process.pid)]:
+    for number in [process.pid, *descendants(process.pid)]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(number, signal.SIGQUIT)  # The handler of faulthandler, see `_take_over`.
     time.sleep(1)
@@ -90,12 +90,13 @@ def _stacks(process: subprocess.Popen) -> str:
     return complaints.decode(errors="replace") if isinstance(complaints, bytes) else complaints or ""
 
 
-def _descendants(process: int) -> list[int]:
+def descendants(process: int) -> list[int]:
+    """The children of a process, and theirs."""
     try:
         children = [int(each) for each in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
     except OSError:
         return []
-    return children + [each for child in children for each in _descendants(child)]
+    return children + [each for child in children for each in descendants(child)]
 
 
 def python_arguments(command: Any, env: Mapping[str, str] | None) -> list[str] | None:

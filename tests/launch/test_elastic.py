@@ -27,6 +27,7 @@ from steelyard.launch.backends import slurm_script
 from steelyard.launch.job_spec import JobSpec, NodeGroup
 from steelyard.launch.sites import SiteSection
 from tests.conftest import TINY, Workplace, kill
+from tests.preloaded import descendants
 from tests.test_guides import commands
 
 pytestmark = pytest.mark.timeout(900)
@@ -339,6 +340,9 @@ def test_a_run_without_a_checkpoint_that_can_be_loaded_ends(workplace: Workplace
     try:
         until(lambda: elastic.newest_checkpoint(run) >= 100, "a checkpoint")
         assert len(supervisors(run)) == 1
+        for rank in descendants(agent_of(run, "node-2")):
+            os.kill(rank, signal.SIGSTOP)  # The others wait for it, and no checkpoint follows the damaged ones.
+        time.sleep(2)  # A save that had begun ends.
         damaged = sorted((run / "checkpoints").glob("step-*/*"))
         for path in damaged:
             content = bytearray(path.read_bytes())

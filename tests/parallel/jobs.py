@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -44,8 +43,6 @@ def training(overrides: list[str], run: str, extension: Extension | None = None,
     console.quiet = False
     console._print = lambda message, stream=None: said.append(message)  # type: ignore[method-assign]
     recipe = load_recipe("tiny.toml", overrides)
-    if "torch._dynamo" in sys.modules:  # It compiles a function only so often, and this process has many models.
-        torch._dynamo.reset()
     trainer.run(recipe, Path(run), extension or sparsity.extension(recipe), resume)
     return "\n".join(said)
 

@@ -121,6 +121,7 @@ class Ranks:
 def serve(wire: Any, folder: Path) -> None:
     """The life of a rank: jobs come in, results go out, until the other end is closed."""
     import torch
+    import torch._dynamo
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     gc.freeze()  # Modules that were imported before the fork are not visited by each collection.
@@ -140,6 +141,8 @@ def serve(wire: Any, folder: Path) -> None:
             except BaseException:
                 wire.send((False, traceback.format_exc(limit=-6)))
             # A process group has threads of its own, which wake often, as long as it lives. Groups lie in cycles, and
-            # DTensor's cache of shardings holds their meshes.
+            # DTensor's cache of shardings and compiled functions hold them. Dynamo also compiles a function only so
+            # often, and this process has many models.
             _clear_sharding_prop_cache()
+            torch._dynamo.reset()
             gc.collect()
