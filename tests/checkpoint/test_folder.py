@@ -55,6 +55,7 @@ def flip(path, bit):
     path.write_bytes(content)
 
 
+@pytest.mark.slow
 def test_no_flipped_bit_of_the_state_is_accepted(tmp_path):
     """A flip in the space between two values changes nothing that is read, and is no damage."""
     path = save(tmp_path, 7) / "state.json"

@@ -43,6 +43,7 @@ def test_a_process_runs_a_command_after_it_has_run_list(tmp_path):
         assert ended.value.code == 0
 
 
+@pytest.mark.slow
 def test_the_command_and_the_module_are_the_same(workplace):
     script = subprocess.run(
         [Path(sys.executable).with_name("steelyard"), "--help"],

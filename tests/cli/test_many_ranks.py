@@ -84,6 +84,7 @@ def test_a_rank_that_raises_is_named_first_and_the_run_goes_on_from_its_checkpoi
     assert "resumed at step 3" in resumed.stderr
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_ends_the_job_soon_and_the_run_can_go_on(workplace: Workplace):
     words = ["train", "tiny.toml", "checkpoint.every=5", "eval.every=0", PATIENT, "--nproc", "2"]
     process = workplace.start(*words, "train.steps=100000")

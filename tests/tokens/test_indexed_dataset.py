@@ -74,7 +74,7 @@ def test_no_flipped_bit_of_lengths_or_pointers_is_accepted(tmp_path):
                 IndexedTokens(tmp_path / "small")
 
 
-@pytest.mark.parametrize("kind", ["idx", "bin", "sums"])
+@pytest.mark.parametrize("kind", ["idx", "bin", pytest.param("sums", marks=pytest.mark.slow)])
 def test_no_flipped_bit_of_a_pair_with_checksums_is_accepted(tmp_path, kind):
     write_documents(tmp_path / "small", DOCUMENTS, 97)
     checksums.write(tmp_path / "small")
