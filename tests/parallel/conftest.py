@@ -75,7 +75,7 @@ class Layouts:
         """`always`: overrides of every run, such as the device; those of a run come behind them."""
         self.folder, self.ranks, self.always = folder, ranks, always
         self._number = itertools.count()
-        self._alone: dict[tuple[str, ...], list[dict]] = {}
+        self._once: dict[tuple[str, ...], Run] = {}
 
     def run(
         self,
@@ -92,12 +92,16 @@ class Layouts:
         self.said = self.ranks.do(size, jobs.training, settings, path, extension, resume)[0]
         return Run.open(self.folder / path)
 
+    def once(self, family: str, *overrides: str) -> Run:
+        """Train in a single process, unless that was done; for runs that no test changes."""
+        key = (family, *overrides)
+        if key not in self._once:
+            self._once[key] = self.run(1, family, *overrides)
+        return self._once[key]
+
     def alone(self, family: str, *overrides: str) -> list[dict]:
         """The records of a single process."""
-        key = (family, *overrides)
-        if key not in self._alone:
-            self._alone[key] = self.run(1, family, *overrides).metrics()
-        return self._alone[key]
+        return self.once(family, *overrides).metrics()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -43,10 +43,18 @@ LAYOUTS = {
 
 
 def learn(layouts: Layouts, size: int, family: str, *overrides: str, path: str | None = None) -> Run:
+    settings = (*MASKS, f"train.init_from={base_of(layouts, family)}", *overrides)
+    if size == 1 and path is None:
+        return layouts.once(family, *settings)
+    return layouts.run(size, family, *settings, path=path)
+
+
+def base_of(layouts: Layouts, family: str) -> str:
+    """Weights that masks are learned for."""
     base = f"base-{family}"
     if not (layouts.folder / base).exists():
         layouts.run(1, family, "train.steps=2", path=base)
-    return layouts.run(size, family, *MASKS, f"train.init_from={base}", *overrides, path=path)
+    return base
 
 
 def logits(run: Run) -> dict[str, torch.Tensor]:
@@ -142,13 +150,13 @@ JOINT = ["context", "data x tensor zero 3", "all of them"]
     [(method, layout) for method in METHODS for layout in (JOINT if method == "joint" else UNDER_MASKS)],
 )
 def test_weights_are_trained_under_masks_alike_on_a_layout(layouts: Layouts, method: str, layout: str):
-    learn(layouts, 1, "llama-bias")
-    source = open_source(layouts.folder / "base-llama-bias")
+    base = base_of(layouts, "llama-bias")
+    source = open_source(layouts.folder / base)
     largest = ((name, Pattern(2, 4).keep_best(source.tensor(name).abs())) for name in maskable(source.config))
     mask_file.write(layouts.folder / "largest.mask", largest, Pattern(2, 4), {})
-    settings = (f"sparsity.method={method}", *METHODS[method], "train.init_from=base-llama-bias", "train.steps=4", *SGD)
+    settings = (f"sparsity.method={method}", *METHODS[method], f"train.init_from={base}", "train.steps=4", *SGD)
     size, overrides = LAYOUTS[layout]
-    one, run = (layouts.run(ranks, "llama-bias", *settings, *more) for ranks, more in ((1, []), (size, overrides)))
+    one, run = layouts.once("llama-bias", *settings), layouts.run(size, "llama-bias", *settings, *overrides)
     assert difference(run.metrics(), one.metrics()) < ROUNDING
     for ours, theirs in zip(run.metrics(), one.metrics(), strict=True):
         for key in {"zeros", "mask_scale", "distill_loss"} & ours.keys():
