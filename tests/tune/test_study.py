@@ -307,12 +307,13 @@ def test_workers_run_on_their_own_cores(monkeypatch, capfd):
     before = os.sched_getaffinity(0)
     if len(before) < 2:
         pytest.skip("one core cannot be shared out")
-    show = "import os; print('cores', *sorted(os.sched_getaffinity(0)))"
+    show = "import os; os.write(1, f'cores {sorted(os.sched_getaffinity(0))}\\n'.encode())"  # a line at once
     monkeypatch.setattr("steelyard.tune.local_workers.steelyard", lambda *words: [sys.executable, "-c", show])
     monkeypatch.setattr("steelyard.tune.local_workers.visible_gpus", list)
     monkeypatch.setattr(sys, "stderr", sys.__stderr__)
     local_workers.run([], 2)
-    reported = [set(line.split()[1:]) for line in capfd.readouterr().err.splitlines() if line.startswith("cores")]
+    lines = capfd.readouterr().err.splitlines()
+    reported = [set(json.loads(line[len("cores ") :])) for line in lines if line.startswith("cores ")]
     assert [len(each) for each in reported] == [len(before) // 2] * 2
     assert not reported[0] & reported[1]
     assert os.sched_getaffinity(0) == before
