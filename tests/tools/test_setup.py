@@ -54,7 +54,10 @@ def test_pytorchs_index_is_used_where_it_answers_and_the_configured_one_otherwis
     finally:
         server.shutdown()
         server.server_close()
-    assert calls == [("install", "--index-url", f"{index}/cu128", "torch==2.13.0"), ("install", "torch==2.13.0")]
+    assert calls == [
+        ("install", "--no-compile", "--index-url", f"{index}/cu128", "torch==2.13.0"),
+        ("install", "--no-compile", "torch==2.13.0"),
+    ]
 
 
 def test_a_python_without_venv_gets_one_clear_message(setup, tmp_path, monkeypatch, capsys):
@@ -100,10 +103,29 @@ def test_platforms_with_wheels_of_torch_are_not_refused(setup, platform):
 
 @pytest.mark.parametrize(("system", "is_there"), [("Linux", True), ("Darwin", False)])
 def test_what_only_linux_has_wheels_of_is_installed_there_alone(setup, monkeypatch, system, is_there):
-    calls = []
-    monkeypatch.setattr(setup, "pip", lambda *words: calls.append(" ".join(words)))
+    calls = recorded(setup, monkeypatch)
     monkeypatch.setattr(setup.platform, "system", lambda: system)
     setup.install_for_work("cpu")
-    text = "\n".join(calls)
-    assert ("triton" in text, "requirements-peers.txt" in text) == (is_there, is_there)
-    assert "requirements-dev.txt" in text
+    by_uv = next(call for call in calls if " uv pip " in call)
+    assert ("triton" in by_uv, "requirements-peers.txt" in by_uv) == (is_there, is_there)
+    assert "requirements-dev.txt" in by_uv
+
+
+@pytest.mark.parametrize("missing", ["pip --disable-pip-version-check -q install uv", " uv pip "])
+def test_pip_installs_what_uv_cannot(setup, monkeypatch, missing):
+    calls = recorded(setup, monkeypatch, fails=missing)
+    setup.install_pinned([Path("requirements.txt")], ["six"])
+    assert calls[-1].endswith("install --no-deps --requirement=requirements.txt six")
+    assert " uv pip " not in calls[-1]
+
+
+def recorded(setup, monkeypatch, fails=None):
+    """The commands that the environment's Python would run; one of them fails."""
+    calls = []
+
+    def run(*words):
+        calls.append(" ".join(words))
+        return fails is None or fails not in calls[-1]
+
+    monkeypatch.setattr(setup, "python", run)
+    return calls
