@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from steelyard.cli import OBJECTS_PER_COLLECTION
 from steelyard.tokens.indexed_dataset import bin_path, token_dtype
 from steelyard.tokens.merge import write_index
 from tests import preloaded
@@ -25,6 +26,7 @@ VOCAB = 97
 # Few and long, and they share nothing.
 LONG_TESTS = ("tests/test_guides.py", "tests/test_walkthroughs.py", "tests/cli/test_quickstart.py")
 ONE_POOL = "tests/parallel"  # Up to eight ranks at once: two pools on two cores would hinder each other.
+gc.set_threshold(OBJECTS_PER_COLLECTION)  # As in a command.
 if not torch.cuda.is_available():  # Kernels are interpreted then; triton wants to know before it is imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
