@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -181,14 +181,10 @@ class Template:
         except Exception as error:  # A template is third-party code.
             raise BadRow(f"the chat template {self.name} fails: {error}") from None
 
-    @cached_property
+    @property
     def _compiled(self) -> Callable[..., str]:
-        environment = LimitedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
-        environment.add_filter("tojson", _as_json)
-        # There is no clock: a template then uses its default date, and the same data encodes the same on any day.
-        environment.globals["raise_exception"] = _refuse
         try:
-            return environment.compiled(self.source)
+            return _compile(self.source)
         except (TooMuchWork, RecursionError, MemoryError) as error:
             raise self._too_much_work(error) from None
         except Exception as error:  # Python's compiler may also reject the generated code.
@@ -260,6 +256,16 @@ def _trimmed(text: str, span: Span) -> Span:
 
 def _without_marks(text: str) -> str:
     return text.replace(BEGIN, "").replace(END, "")
+
+
+@lru_cache(maxsize=16)
+def _compile(source: str) -> Callable[..., str]:
+    """A function of a template's variables, shared by all objects of the same template."""
+    environment = LimitedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    environment.add_filter("tojson", _as_json)
+    # There is no clock: a template then uses its default date, and the same data encodes the same on any day.
+    environment.globals["raise_exception"] = _refuse
+    return environment.compiled(source)
 
 
 def _as_json(

@@ -13,7 +13,7 @@ from steelyard.model import LanguageModel
 from steelyard.parallel.param_shards import ParamShard
 from steelyard.training.extension import Extension
 from tests.parallel import jobs
-from tests.parallel.conftest import FAMILIES, FOUR_STEPS, Layouts, difference
+from tests.parallel.conftest import FAMILIES, THREE_STEPS, Layouts, difference
 from tests.parallel.test_layouts import parallel
 from tests.parallel.test_settings import SGD, SGD_ROUNDING
 
@@ -108,6 +108,7 @@ class RankOneSignalled(Extension):
 
 
 PARTS = 4
+VALIDATED_HALF_WAY = ["train.steps=4", "eval.every=2"]
 
 
 @pytest.mark.parametrize("layout", ["zero 3", "pipeline"])
@@ -115,9 +116,11 @@ def test_ranks_agree_to_stop_in_a_validation_when_one_of_them_is_signalled(layou
     size, overrides = LAYOUTS[layout]
     # With two ranks of data a part is 2 x 2 samples, in a pipeline 8 samples.
     batches = {"zero 3": 2, "pipeline": 4}[layout]
-    settings = [*FOUR_STEPS, FAMILIES["gpt"], *overrides, f"eval.batches={batches}"]
+    overrides = [*overrides, f"eval.batches={batches}", *VALIDATED_HALF_WAY]
+    settings = [*THREE_STEPS, FAMILIES["gpt"], *overrides]
     path = f"signalled-{layout.replace(' ', '-')}"
     said = layouts.ranks.do(size, jobs.interrupted_training, settings, path, RankOneSignalled())
     assert [message.split(";")[0] for message in said] == ["saved step 2 of 4"] * size
-    run = layouts.run(size, "gpt", *overrides, f"eval.batches={batches}", path=path)
-    assert difference(run.metrics(), layouts.alone("gpt", f"eval.batches={batches}")) < 10 * SGD_ROUNDING  # AdamW
+    run = layouts.run(size, "gpt", *overrides, path=path)
+    alone = layouts.alone("gpt", f"eval.batches={batches}", *VALIDATED_HALF_WAY)
+    assert difference(run.metrics(), alone) < 10 * SGD_ROUNDING  # AdamW

@@ -16,7 +16,7 @@ ALONE = (1, [])
 BOTH = (4, [*parallel(tensor=2, pipeline=2), LARGER])
 SHARDED = (4, parallel(zero=3))
 PIPELINE = (2, parallel(pipeline=2))
-HORIZON = ["optim.decay_steps=4"]
+HORIZON = ["train.steps=4", "eval.every=2", "optim.decay_steps=4"]
 EVERY_LAYOUT = {
     "alone to tensor x pipeline": (ALONE, BOTH),
     "tensor x pipeline to alone": (BOTH, ALONE),
