@@ -140,18 +140,15 @@ def make_venv(python: str) -> None:
 
 
 def install_torch(variant: str) -> None:
-    """Install the pinned torch from PyTorch's index for the variant or, if unreachable, from the configured index.
-
-    It is compiled to bytecode with the other packages, on all cores.
-    """
+    """Install the pinned torch from PyTorch's index for the variant or, if unreachable, from the configured index."""
     base = os.environ.get("STEELYARD_TORCH_INDEX", TORCH_INDEX).rstrip("/")
     index = f"{base}/{variant}"
     if not reachable(f"{index}/torch/"):
         print(f"PyTorch's index for {variant} is not reachable: using {TORCH} from the configured index", flush=True)
-        pip("install", "--no-compile", TORCH)
+        pip("install", TORCH)
         return
     print(f"installing {TORCH} ({variant}) from {index}", flush=True)
-    pip("install", "--no-compile", "--index-url", index, TORCH)
+    pip("install", "--index-url", index, TORCH)
 
 
 def reachable(url: str) -> bool:

@@ -55,8 +55,8 @@ def test_pytorchs_index_is_used_where_it_answers_and_the_configured_one_otherwis
         server.shutdown()
         server.server_close()
     assert calls == [
-        ("install", "--no-compile", "--index-url", f"{index}/cu128", "torch==2.13.0"),
-        ("install", "--no-compile", "torch==2.13.0"),
+        ("install", "--index-url", f"{index}/cu128", "torch==2.13.0"),
+        ("install", "torch==2.13.0"),
     ]
 
 
