@@ -2,8 +2,8 @@
 
 torch is installed first, from PyTorch's index for the chosen variant if that is reachable: the default build on PyPI
 pulls gigabytes of CUDA packages onto machines without a GPU. The other pins are installed by uv, which needs a fifth
-of pip's time, or by pip where uv cannot reach an index: uv does not read pip's settings. A stamp records what was
-installed; while it matches, nothing is done. `--use` skips what only the development of Steelyard needs; container
+of pip's time, or by pip where uv cannot reach an index. A stamp records what was installed; while it matches, nothing
+is done. `--use` skips what only the development of Steelyard needs; container
 images use it.
 """
 
@@ -77,9 +77,17 @@ def install_pinned(files: list[Path], packages: list[str]) -> None:
     """Install exactly what the files and the list name, which includes all dependencies."""
     wanted = ["--no-deps", *(f"--requirement={file}" for file in files), *packages]
     uv = ["-m", "uv", "pip", "install", "-q", "--compile-bytecode", "--python", str(VENV / "bin" / "python")]
-    if not (python("-m", "pip", *QUIETLY, "install", UV) and python(*uv, *wanted)):
+    if not (python("-m", "pip", *QUIETLY, "install", UV) and python(*uv, *pip_index(), *wanted)):
         print("uv cannot install the requirements: using pip", flush=True)
         pip("install", *wanted)
+
+
+def pip_index() -> list[str]:
+    """The option that has uv use the index that pip is configured with; uv does not read pip's settings."""
+    config = [VENV / "bin" / "python", "-m", "pip", "config", "list"]
+    listed = subprocess.run(config, capture_output=True, text=True).stdout
+    found = re.findall(r"^\S*\.index-url='(.*)'$", listed, re.MULTILINE)  # of a file, then of the environment
+    return ["--default-index", found[-1]] if found else []
 
 
 def stamp(variant: str, use: bool) -> str:

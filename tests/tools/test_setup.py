@@ -119,6 +119,18 @@ def test_pip_installs_what_uv_cannot(setup, monkeypatch, missing):
     assert " uv pip " not in calls[-1]
 
 
+def test_uv_takes_the_index_that_pip_is_configured_with(setup, tmp_path, monkeypatch):
+    monkeypatch.setattr(setup, "VENV", Path(sys.prefix))
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(tmp_path / "pip.conf"))
+    (tmp_path / "pip.conf").write_text("[global]\nextra-index-url = http://127.0.0.1:9/more\n")
+    monkeypatch.delenv("PIP_INDEX_URL", raising=False)
+    assert "http://127.0.0.1:9/more" not in setup.pip_index()
+    (tmp_path / "pip.conf").write_text("[global]\nindex-url = http://127.0.0.1:9/file\n")
+    assert setup.pip_index() == ["--default-index", "http://127.0.0.1:9/file"]
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+    assert setup.pip_index() == ["--default-index", "http://127.0.0.1:9/simple"]
+
+
 def recorded(setup, monkeypatch, fails=None):
     """The commands that the environment's Python would run; one of them fails."""
     calls = []
