@@ -3,8 +3,7 @@
 torch is installed first, from PyTorch's index for the chosen variant if that is reachable: the default build on PyPI
 pulls gigabytes of CUDA packages onto machines without a GPU. The other pins are installed by uv, which needs a fifth
 of pip's time, or by pip where uv cannot reach an index. A stamp records what was installed; while it matches, nothing
-is done. `--use` skips what only the development of Steelyard needs; container
-images use it.
+is done. `--use` skips what only the development of Steelyard needs; container images use it.
 """
 
 from __future__ import annotations
@@ -84,10 +83,10 @@ def install_pinned(files: list[Path], packages: list[str]) -> None:
 
 def pip_index() -> list[str]:
     """The option that has uv use the index that pip is configured with; uv does not read pip's settings."""
-    config = [VENV / "bin" / "python", "-m", "pip", "config", "list"]
+    config = [str(VENV / "bin" / "python"), "-m", "pip", "config", "list"]
     listed = subprocess.run(config, capture_output=True, text=True).stdout
-    found = re.findall(r"^\S*\.index-url='(.*)'$", listed, re.MULTILINE)  # of a file, then of the environment
-    return ["--default-index", found[-1]] if found else []
+    found = re.findall(r"^\S*\.index-url='(.*)'$", listed, re.MULTILINE)  # sorted: PIP_INDEX_URL comes first
+    return ["--default-index", found[0]] if found else []
 
 
 def stamp(variant: str, use: bool) -> str:
