@@ -70,8 +70,7 @@ COMPILED_KNOBS = [
     Knob("torchtitan ASYNC_TP", ASYNC_TP, 0.05, 1.0),
     Knob("steelyard product_share", STEELYARD.product_share, 0.7, 1.0),
     Knob("steelyard step_overhead", STEELYARD.step_overhead, 5e-4, 6e-3),
-    Knob("cast_bytes", STEELYARD.cast_bytes, 1.0, 40.0),
-    Knob("FLASH_SHARE", compute.FLASH_SHARE, 0.3, 0.9),
+    Knob("cast_share", STEELYARD.cast_share, 0.2, 1.0),
 ]
 KNOBS = [*EAGER_KNOBS, *COMPILED_KNOBS]
 SHIPPED: Values = {knob.name: knob.shipped for knob in KNOBS}
@@ -80,8 +79,7 @@ SHIPPED: Values = {knob.name: knob.shipped for knob in KNOBS}
 def set_constants(values: Values) -> None:
     """Put values into the planner's modules."""
     compute.RAMP, compute.BATCHED_SHARE = values["RAMP"], values["BATCHED_SHARE"]
-    compute.OVERLAP, compute.FLASH_SHARE = values["OVERLAP"], values["FLASH_SHARE"]
-    communication.BASE_LATENCY = values["BASE_LATENCY"]
+    compute.OVERLAP, communication.BASE_LATENCY = values["OVERLAP"], values["BASE_LATENCY"]
     for transport in communication.REACHED:
         communication.REACHED[transport] = values[f"REACHED {transport}"]
     cluster.LATENCY_US["nvlink"] = values["LATENCY_US nvlink"]
@@ -98,7 +96,7 @@ def with_values(software: Software, values: Values) -> Software:
     overlapped = known.pop("ASYNC_TP", 1.0)
     if software.exposed_exchange < 1:
         known["exposed_exchange"] = overlapped
-    return replace(software, cast_bytes=values["cast_bytes"], **known)
+    return replace(software, cast_share=values["cast_share"], **known)
 
 
 def predicted(values: Values, found: Iterable[Case]) -> np.ndarray:
