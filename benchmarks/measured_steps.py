@@ -224,7 +224,7 @@ RTX = {"RTX-3090": "rtx3090", "RTX-2080": "rtx2080", "Titan-RTX": "titan-rtx", "
 
 
 def sailor(folder: Path) -> Iterator[Case]:
-    """GH200 nodes of four with a 200 Gbit/s Slingshot card per GPU, and nodes of eight RTX cards.
+    """GH200 nodes of four with a 200 Gbit/s Slingshot card per GPU (docs.cscs.ch/alps/hardware), and RTX nodes.
 
     Layer counts include embedding and head. The links of the RTX nodes are not published: the planner's defaults.
     """
