@@ -223,7 +223,10 @@ class Candidates:
         data = expert // gcd(expert, context)
         nodes = -(-tensor * context * data // self.cluster.nodes_of(type_).gpus)
         mesh = MeshCandidate(Use((), 0), tensor, context, micro_batch, ((type_, nodes),), 1, data, "1f1b", 1, expert)
-        return self.step(mesh.layout(Variant("none", 0, sequence))).table.stages[0].layer.least_on_links
+        layout = mesh.layout(Variant("none", 0, sequence))
+        unit = self.step(layout).table.stages[0].layer
+        copies = self.predictor(layout).least_copies(layout)
+        return max(unit.least_on_links, unit.forward + unit.backward - unit.expert + copies)
 
     def zeros(self, mesh: MeshCandidate) -> list[int]:
         """The ZeRO stages that differ on this mesh."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from steelyard.core.recipe import Recipe
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from steelyard.planning.measured_layers import Profile
 
 T = TypeVar("T")
+MANY = 1 << 20  # ranks or micro-batches
 
 
 @dataclass(frozen=True)
@@ -211,6 +213,22 @@ class Predictor:
             copies = rank_copies(work, gradient, self.dims.experts is not None, shards)
             found.append(copies.scaled(self.evidence.factors(layout, gpu.name)))
         return max(found, key=lambda copies: sum(copies.layer))
+
+    def least_copies(self, layout: Layout) -> float:
+        """The least seconds that the weights of a layer cost both passes of a micro-batch, on any number of data ranks.
+
+        They are linear in one over the number of ranks, and of micro-batches from two on.
+        """
+        if not self.software.master_weights:
+            return 0.0
+        work = Work.of(self.recipe, self._gpu_of(self.seats(layout)[0][0].nodes), self.software, 1, (1, 1, False))
+        gradient, has_experts = GRADIENT_BYTES[self.recipe.optim.gradients], self.dims.experts is not None
+        params = self.rank_params(layout.tensor, 1, layout.expert)[0]
+        factors = self.evidence.factors(layout, work.gpu.name)
+        return min(
+            rank_copies(work, gradient, has_experts, WeightShards(*shards)).scaled(factors).of_layer(params.layer, 0)
+            for shards in product((1, 2, MANY), range(4), (1, 2, MANY), (False, True))
+        )
 
     def lightest(self, layout: Layout, zeros: Sequence[int]) -> int:
         """The ZeRO stage whose weights cost the passes of the layout the least."""

@@ -81,10 +81,12 @@ class StepCost:
 
     def per_layer(self) -> tuple[list[float], list[float]]:
         """Seconds per micro-batch on each pipeline rank: of one layer, and of the embedding and head without layers."""
-        last, ranks = self.table.pipeline - 1, range(self.table.pipeline)
-        each = [sum(self._with_copies(rank, 1)) for rank in ranks]
-        extra = [sum(self._with_copies(rank, 0, (rank == 0) + 2 * (rank == last))) for rank in ranks]
-        return each, extra
+        last, kinds = self.table.pipeline - 1, self.table.kinds
+        by_kind = {kind: sum(self._with_copies(kinds.index(kind), 1)) for kind in set(kinds)}
+        extra = [0.0] * len(kinds)
+        for rank in {0, last}:
+            extra[rank] = sum(self._with_copies(rank, 0, (rank == 0) + 2 * (rank == last)))
+        return [by_kind[kind] for kind in kinds], extra
 
     def held(self, counts: tuple[int, ...], rank: int) -> int:
         """Parameters on a rank: the layers of its stages, the embedding and the head."""
@@ -204,8 +206,8 @@ class StepCost:
         unit = self.table.stages[rank].layer
         if not self.table.copies:
             return unit.least
-        forward, backward, *_ = self._copies_of(rank)
-        return max(unit.least, unit.forward + unit.backward + forward + backward)
+        params, copies = self.table.params[rank], self.table.copies[rank]
+        return max(unit.least, unit.forward + unit.backward + copies.of_layer(params.layer, params.experts))
 
     def _layer_after(self, rank: int) -> float:
         """The least time that one layer adds after the last backward pass.

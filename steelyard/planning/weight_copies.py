@@ -36,6 +36,11 @@ class RankCopies(NamedTuple):
     ends: WeightCopies = WeightCopies()
     experts: WeightCopies = WeightCopies()
 
+    def of_layer(self, weights: int, experts: int) -> float:
+        """Seconds of both passes of a layer with so many weights."""
+        layer, _, own = self
+        return weights * (layer[0] + layer[1]) + (experts * (own[0] + own[1]) if experts else 0.0)
+
     def scaled(self, factors: Factors | None) -> RankCopies:
         """The copies with measured factors."""
         if factors is None:
