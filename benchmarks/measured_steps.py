@@ -163,8 +163,8 @@ def own_engine() -> Iterator[Case]:
     """This engine on one H200 (docs/benchmarks.md, `train_speed.py`)."""
     small = ["optim.state=int8"]
     for name, precision, batch, micro_batches, measured, more in (
-        ("llama3.2-1b", "bf16", 4, 1, 0.2493, []), ("llama3.2-1b", "fp8", 4, 1, 0.2153, []),
-        ("gpt2-small", "bf16", 64, 1, 0.1153, []), ("llama3.2-1b", "bf16", 4, 8, 2.0237, []),
+        ("llama3.2-1b", "bf16", 4, 1, 0.2541, []), ("llama3.2-1b", "fp8", 4, 1, 0.2199, []),
+        ("gpt2-small", "bf16", 64, 1, 0.1161, []), ("llama3.2-1b", "bf16", 4, 8, 2.0237, []),
         ("llama3.1-8b", "bf16", 1, 8, 5.98466, small), ("llama3.1-8b", "fp8", 1, 8, 4.80001, small),
     ):  # fmt: skip
         sizes = [f"train.micro_batch={batch}", f"train.global_batch={batch * micro_batches}"]
@@ -224,7 +224,7 @@ RTX = {"RTX-3090": "rtx3090", "RTX-2080": "rtx2080", "Titan-RTX": "titan-rtx", "
 
 
 def sailor(folder: Path) -> Iterator[Case]:
-    """GH200 nodes of four with a 200 Gbit/s Slingshot card per GPU, and nodes of eight RTX cards.
+    """GH200 nodes of four with a 200 Gbit/s Slingshot card per GPU (docs.cscs.ch/alps/hardware), and RTX nodes.
 
     Layer counts include embedding and head. The links of the RTX nodes are not published: the planner's defaults.
     """
@@ -287,7 +287,8 @@ def torchtitan(folder: Path) -> Iterator[Case]:
         model = {"family": "llama", "layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads,
                  "ffn": ffn, "vocab": 128256}  # fmt: skip
         fp8 = "loat8" in row["technique"]
-        train = {"global_batch": local * data, "micro_batch": 1, "precision": "fp8" if fp8 else "bf16"}
+        train = {"global_batch": local * data, "micro_batch": 1, "precision": "fp8" if fp8 else "bf16",
+                 "fp8_scaling": "row" if "rowwise" in row["technique"] else "tensor"}  # fmt: skip
         recipe = Recipe.model_validate(
             {"name": "case", "model": model, "data": {"sequence_length": length}, "train": train}
         )

@@ -223,7 +223,10 @@ class Candidates:
         data = expert // gcd(expert, context)
         nodes = -(-tensor * context * data // self.cluster.nodes_of(type_).gpus)
         mesh = MeshCandidate(Use((), 0), tensor, context, micro_batch, ((type_, nodes),), 1, data, "1f1b", 1, expert)
-        return self.step(mesh.layout(Variant("none", 0, sequence))).table.stages[0].layer.least_on_links
+        layout = mesh.layout(Variant("none", 0, sequence))
+        unit = self.step(layout).table.stages[0].layer
+        copies = self.predictor(layout).least_copies(layout)
+        return max(unit.least_on_links, unit.forward + unit.backward - unit.expert + copies)
 
     def zeros(self, mesh: MeshCandidate) -> list[int]:
         """The ZeRO stages that differ on this mesh."""
@@ -234,17 +237,26 @@ class Candidates:
 
         Of the schedules, only zero-bubble has a bound of its own. Cached, because a Pareto search may run twice.
         """
-        if mesh.schedule != "zero-bubble":
+        if mesh.schedule not in ("1f1b", "zero-bubble"):
             mesh = replace(mesh, schedule="1f1b")
         if mesh not in self.bounds:
-            layouts = [mesh.layout(Variant("none", 0, sequence)) for sequence in self.bounding(mesh)]
+            layouts = self._bounding_layouts(mesh, "none")
             self.bounds[mesh] = min(self.step(layout).bound(self.recipe.model.layers) for layout in layouts)
         return self.bounds[mesh]
 
     def at_least(self, mesh: MeshCandidate, recompute: str) -> float:
         """A lower bound for layers balanced by time, with the better setting of sequence parallelism."""
-        layouts = [mesh.layout(Variant(recompute, 0, sequence)) for sequence in self.bounding(mesh)]
+        layouts = self._bounding_layouts(mesh, recompute)
         return min(self.step(layout).at_least(self.balanced(layout)) for layout in layouts)
+
+    def _bounding_layouts(self, mesh: MeshCandidate, recompute: str) -> list[Layout]:
+        """Layouts with the ZeRO stage whose weights cost the passes the least."""
+        sequences = self.bounding(mesh)
+        layout = mesh.layout(Variant(recompute, 0, sequences[0]))
+        zero = self.predictor(layout).lightest(layout, self.zeros(mesh))
+        if zero == 0 and len(sequences) == 1:
+            return [layout]
+        return [mesh.layout(Variant(recompute, zero, sequence)) for sequence in sequences]
 
     def may_fit(self, mesh: MeshCandidate) -> bool:
         """Whether the layout of the mesh that needs the least memory fits; if not, none of its layouts does."""
@@ -291,7 +303,7 @@ class Candidates:
         return mine.memory.total >= its.memory.total
 
     def _fitting(self, layouts: list[Layout]) -> tuple[Layout | None, tuple[Layout, int] | None]:
-        """The first layout that fits, in the order of the time after the last backward pass.
+        """The first layout that fits, in the order of the time of the slowest rank's passes and what follows them.
 
         If none fits, one of them and a rank on which it does not fit.
         """
@@ -300,7 +312,7 @@ class Candidates:
             step = self.step(layout)
             times = step.times(layout.partition)
             after = max(sum(step.after(layout.partition, times, rank)) for rank in range(layout.pipeline))
-            timed.append((after, number, layout))
+            timed.append((step.at_least(layout.partition) + after, number, layout))
         tight: tuple[Layout, int] | None = None
         for _, _, layout in sorted(timed):
             self.found.looked_at += 1

@@ -3,7 +3,7 @@
 A matrix product is split into tiles, which the streaming multiprocessors process in waves. A partial last wave costs as
 much as a full one, so small products reach a smaller share of the peak. Everything else is bound by memory bandwidth.
 The host launches every kernel: a layer whose kernels finish faster than the host launches them takes as long as the
-host. `TILES`, `RAMP`, `MEMORY_SHARE` and `OVERLAP` are the only fitted constants in this file.
+host. `TILES`, `RAMP`, `BATCHED_SHARE` and `OVERLAP` are the only fitted constants in this file.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from steelyard.core.recipe import Recipe
-from steelyard.core.recipe.blocks import ExpertsBlock
-from steelyard.core.recipe.optimizers import GRADIENT_BYTES
+from steelyard.planning.layer_dims import ExpertDims, LayerDims
 from steelyard.planning.software import Software
 from steelyard.sizes.activations import FP32, working_bytes
 from steelyard.sizes.gpu_catalogue import Gpu
@@ -23,7 +22,11 @@ from steelyard.sizes.gpu_catalogue import Gpu
 TILES = ((256, 128, 1.0), (128, 128, 0.95), (128, 64, 0.8), (64, 64, 0.65))
 RAMP = 70  # The prologue and epilogue of a tile cost as much as this many steps of the inner dimension.
 MEMORY_SHARE = 0.9  # share of the data sheet's bandwidth that kernels reach: copies on the H200, 4.3 of 4.8 TB/s
-FLASH_SHARE = 0.57  # share of the sustained rate that flash attention reaches: softmax runs between its products
+# Flash attention: products reach FLASH_PEAK of the peak, then a multiprocessor computes EXPONENTIALS per second, and a
+# causal row costs as much as FLASH_TOKENS more tokens. On an H100 this is the published forward speed of cuDNN's kernel
+# with heads of 64 and 128 and 1,024 to 16,384 tokens, within 7% (arXiv 2407.08608, figure 5: 288 to 388 and 410 to 539
+# TFLOP/s). Wider heads are no faster: 422 TFLOP/s with 256 on an H200.
+FLASH_PEAK, EXPONENTIALS, FLASH_TOKENS, FLASH_WIDEST = 0.8, 23.4e9, 350, 128
 BATCHED_SHARE = 0.55  # the same for the batched products of attention that writes its scores to memory
 # Share of `sustained` that products of other inputs reach, published for the H200: 1453 of 1979 TFLOP/s in fp8
 # (ml-engineering, as in the catalogue), and in TF32 about four fifths, because a value has twice the bytes.
@@ -32,71 +35,9 @@ NARROW, TF32 = 0.92, 0.8
 # to gather tokens, to bring outputs into the order of tokens, to weight and sum them; and to sort received slots.
 SLOT_PASSES, EXCHANGE_PASSES = 8, 4
 EXPERT_KERNELS = 30  # of routing, sorting and statistics in a forward pass, counted there too
+LOSS_CHUNK = 1 << 31  # bytes of logits that the fused loss computes at once, in model/loss.py
 PLAIN_LOGIT_BYTES = 44.0  # of model/loss.py: cast 6, largest 4, difference 8, exponential 8, sum 4, gradient 14
 OVERLAP = 4.2  # Host and GPU overlap with some waiting: their time is the p-norm of both with this p.
-
-
-@dataclass(frozen=True)
-class ExpertDims:
-    """The dimensions of layers with experts, and the share of such layers among all layers."""
-
-    experts: int
-    top_k: int
-    ffn: int
-    shared_ffn: int
-    layers_share: float
-
-    @classmethod
-    def of(cls, recipe: Recipe) -> ExpertDims | None:
-        """The dimensions of a recipe's layers with experts; None if it has none."""
-        layers = recipe.model.blocks.layers
-        found = [layer.mlp for layer in layers if isinstance(layer.mlp, ExpertsBlock)]
-        if not found:
-            return None
-        block = found[0]
-        routing = block.routing
-        return cls(routing.experts, routing.top_k, block.ffn, block.shared_ffn or 0, len(found) / len(layers))
-
-
-@dataclass(frozen=True)
-class LayerDims:
-    """The dimensions of a model, independent of its family."""
-
-    hidden: int
-    query: int
-    key: int
-    heads: int
-    head_dim: int
-    ffn: int
-    gated: bool
-    rows: int
-    """Rows of the embedding table, including padding."""
-    layers: int
-    sequence: int
-    dropout: bool
-    experts: ExpertDims | None = None
-    """Of the layers with experts; `ffn` is that of layers with an MLP."""
-
-    @classmethod
-    def of(cls, recipe: Recipe) -> LayerDims:
-        """The dimensions of the recipe's model."""
-        model = recipe.model
-        layer = model.blocks.layers[0]
-        attention = layer.attention
-        return cls(
-            hidden=model.hidden,
-            query=attention.query_width,
-            key=attention.key_width,
-            heads=model.heads,
-            head_dim=attention.head_dim,
-            ffn=model.ffn,
-            gated=layer.mlp.gated,
-            rows=model.padded_vocab,
-            layers=model.layers,
-            sequence=recipe.data.sequence_length,
-            dropout=model.attention_dropout > 0,
-            experts=ExpertDims.of(recipe),
-        )
 
 
 @dataclass(frozen=True)
@@ -112,19 +53,16 @@ class Work:
     context: int
     sequence_parallel: bool
     expert: int = 1
+    by_row: bool = False
+    """fp8 has one scale per row."""
     imbalance: float = 1.0
     """Slots of the busiest expert rank relative to an even load; a slot is a token with one of its experts."""
-    gradient_bytes: int = FP32
-    """Bytes of a gradient that a rank sums over micro-batches."""
-    sums: bool = False
-    """Whether there are several micro-batches."""
 
     @classmethod
     def of(cls, recipe: Recipe, gpu: Gpu, software: Software, micro_batch: int, cut: tuple[int, int, bool]) -> Work:
         """The work of a rank of a recipe; `cut` is (tensor, context, sequence_parallel)."""
-        each = working_bytes(recipe)
-        gradient_bytes = GRADIENT_BYTES[recipe.optim.gradients]
-        return cls(gpu, software, recipe.train.precision, each, micro_batch, *cut, gradient_bytes=gradient_bytes)
+        by_row = recipe.train.fp8_scaling == "row"
+        return cls(gpu, software, recipe.train.precision, working_bytes(recipe), micro_batch, *cut, by_row=by_row)
 
     @property
     def rate(self) -> float:
@@ -137,7 +75,7 @@ class Work:
 
     @property
     def wide(self) -> Work:
-        """The same in bf16 for attention and the head, which do not use fp8."""
+        """The same in bf16 for attention, experts and the head, which do not use fp8."""
         return replace(self, precision="bf16") if self.precision == "fp8" else self
 
     @property
@@ -180,16 +118,15 @@ def linear(work: Work, tokens: int, inputs: int, outputs: int, batch: int = 1) -
     """Forward and backward seconds of `batch` linear maps: one product forward, one each for both gradients."""
     forward = product(work, tokens, outputs, inputs, batch)
     backward = product(work, tokens, inputs, outputs, batch) + product(work, outputs, inputs, tokens, batch)
-    if work.software.master_weights and work.precision != "fp32":
-        weights = batch * inputs * outputs / work.bandwidth
-        # Adding to a sum reads both and writes the sum. fp8 has its own casts.
-        backward += weights * (work.gradient_bytes - work.each + (3 * work.gradient_bytes if work.sums else 0))
-        forward += weights * (FP32 + work.each if work.precision != "fp8" else 0)
     if work.precision != "fp8":
         return forward, backward
-    # Inputs and weights are scaled and cast before the first product, gradients before the others.
-    each = batch * work.software.cast_bytes / work.bandwidth
-    return forward + each * (tokens + outputs) * inputs, backward + each * tokens * outputs
+    # Each value is read to find the largest one, and read again to be scaled and cast. With one scale per tensor inputs
+    # are transposed for the backward pass, and gradients are written twice; per row, both are scaled twice.
+    per_value = batch * tokens / (work.bandwidth * work.software.cast_share)
+    read = 2 * work.each + 1
+    ahead, back = (2 * read, 2 * read) if work.by_row else (read, read + 1)
+    transposed = 0 if work.by_row else 2 * inputs
+    return forward + per_value * ahead * inputs, backward + per_value * (back * outputs + transposed)
 
 
 @lru_cache(maxsize=65536)
@@ -222,8 +159,9 @@ def _layer(work: Work, dims: LayerDims) -> Pass:
     products, gradients = sum(one[0] for one in times), sum(one[1] for one in times)
     attention, attention_back = _attention(work.wide, dims, tokens)
     along = t if work.sequence_parallel else 1
-    inner = (2 * (dims.query + dims.key) + (1.5 if dims.gated else 1) * ffn) / t
-    moved = software.stream_passes * dims.hidden / along + software.inner_passes * inner
+    heads = software.head_passes * (dims.query + dims.key) if dims.rotary or software.scores else 0.0
+    inner = heads + software.inner_passes * (1.5 if dims.gated else 1) * ffn
+    moved = software.stream_passes * dims.hidden / along + inner / t
     if experts is not None:
         moved += (SLOT_PASSES + (EXCHANGE_PASSES if work.expert > 1 else 0)) * experts.top_k * dims.hidden
     pointwise = work.each * tokens * moved / work.bandwidth
@@ -232,14 +170,23 @@ def _layer(work: Work, dims: LayerDims) -> Pass:
     host = kernels * software.launch
     forward = products + attention + pointwise
     summed = software.bf16_sum_bytes * sum(inputs * outputs for inputs, outputs in maps) / work.bandwidth
+    again = _products_again(times, dims) if software.per_op else 0.0
     return Pass(
         forward=forward,
         backward=gradients + attention_back + 2 * pointwise + (summed if work.precision == "bf16" else 0.0),
         host_forward=host,
         host_backward=2 * host,
         recompute=forward - (times[-1][0] if software.stops_early else 0.0),
-        selective=attention if software.scores else pointwise,
+        selective=attention if software.scores else pointwise + again,
     )
+
+
+def _products_again(times: list[tuple[float, float]], dims: LayerDims) -> float:
+    """Seconds of the products that selective recomputation computes again if it keeps every second one."""
+    columns, output, hidden = (each[0] for each in times[:3])
+    if not dims.gated:
+        return output
+    return columns * dims.key / (dims.query + 2 * dims.key) + output + hidden / 2  # key, output and up
 
 
 def _experts(work: Work, dims: LayerDims, experts: ExpertDims, tokens: int) -> list[tuple[float, float]]:
@@ -252,6 +199,7 @@ def _experts(work: Work, dims: LayerDims, experts: ExpertDims, tokens: int) -> l
     rows = max(1, round(tokens * experts.top_k * imbalance / here))
     inner = experts.ffn // work.tensor
     router = linear(replace(work, precision="fp32", each=FP32), tokens, dims.hidden, experts.experts)
+    work = work.wide
     return [router, linear(work, rows, dims.hidden, 2 * inner, here), linear(work, rows, inner, dims.hidden, here)]
 
 
@@ -261,7 +209,7 @@ def _attention(work: Work, dims: LayerDims, tokens: int) -> tuple[float, float]:
     rows = dims.sequence // work.context
     if not work.software.scores:
         flops = 2 * 2 * tokens * dims.sequence * heads * dims.head_dim / 2  # causal: half of the scores
-        forward = flops / (work.rate * FLASH_SHARE * (work.software.ring_share if work.context > 1 else 1.0))
+        forward = flops / _flash_rate(work, dims)
         return forward, 2.5 * forward  # The scores are recomputed, then four products.
     batch = work.micro_batch * heads
     one = product(work, rows, dims.sequence, dims.head_dim, batch, BATCHED_SHARE)
@@ -270,6 +218,16 @@ def _attention(work: Work, dims: LayerDims, tokens: int) -> tuple[float, float]:
     bytes_ = (work.software.score_bytes + (5.0 if dims.dropout else 0.0)) * times
     moved = batch * rows * dims.sequence * bytes_ * work.each / 2 / work.bandwidth
     return one + two + moved, 2 * (one + two) + moved
+
+
+def _flash_rate(work: Work, dims: LayerDims) -> float:
+    """FLOP/s of flash attention. It draws less power than products, but is no faster."""
+    peak = work.gpu.peak(work.precision)
+    assert peak is not None
+    width, software = min(dims.head_dim, FLASH_WIDEST), work.software
+    per_flop = 1 / (FLASH_PEAK * peak) + 1 / (4 * width * EXPONENTIALS * (work.gpu.units or 1))
+    rate = software.product_share * software.flash_share / per_flop / (1 + FLASH_TOKENS / dims.sequence)
+    return min(rate, work.rate) * (software.ring_share if work.context > 1 else 1.0)
 
 
 def _split(work: Work) -> int:
@@ -308,6 +266,9 @@ def head(work: Work, dims: LayerDims) -> Pass:
     moved = tokens * rows * bytes_ * work.each / 2 / work.bandwidth
     host = 20 * work.software.launch
     if work.software.fused_head:
+        # The gradient of the weights is summed in fp32 over chunks, and scaled.
+        chunks = -(-tokens * rows * work.each // LOSS_CHUNK)
+        moved += 2 * FP32 * chunks * rows * dims.hidden / work.bandwidth
         return Pass(forward + backward + moved, 0.0, 2 * host, 0.0, 0.0, 0.0)
     return Pass(forward + moved / 2, backward + moved / 2, host, host, 0.0, 0.0)
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from steelyard.planning import compute
 from steelyard.planning.communication import Ring
 from steelyard.planning.update_cost import UpdateCost
+from steelyard.planning.weight_copies import RankCopies
 
 
 @dataclass(frozen=True)
@@ -65,20 +66,21 @@ class StageCost:
     head: UnitCost
     update: tuple[UpdateCost, ...]
     """The optimizer update on each type of node of the rank; the slowest one counts."""
-    _known: dict[tuple[int, int], tuple[float, float]] = field(
+    _known: dict[tuple[int, int, tuple[float, float]], tuple[float, float]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
-    def passes(self, layers: int, end: int = 0) -> tuple[float, float]:
+    def passes(self, layers: int, end: int = 0, copies: tuple[float, float] = (0.0, 0.0)) -> tuple[float, float]:
         """Forward and backward seconds of a stage; `end` is 1 for the first stage, 2 for the last, 3 for the only one.
 
-        Results are cached, because a search evaluates the same few stages in thousands of layouts.
+        `copies` are GPU seconds of its weights besides products. Results are cached, because a search evaluates the
+        same few stages in thousands of layouts.
         """
-        key = (layers, end)
+        key = (layers, end, copies)
         if key not in self._known:
             units = [(layers, self.layer), (end & 1, self.embedding), (end >> 1, self.head)]
-            forward = sum(count * each.forward for count, each in units)
-            backward = sum(count * each.backward for count, each in units)
+            forward = copies[0] + sum(count * each.forward for count, each in units)
+            backward = copies[1] + sum(count * each.backward for count, each in units)
             host_forward = sum(count * each.host_forward for count, each in units)
             host_backward = sum(count * each.host_backward for count, each in units)
             self._known[key] = compute.together(host_forward, forward), compute.together(host_backward, backward)
@@ -93,6 +95,26 @@ class StageCost:
         if layer.host_forward + layer.host_backward > layer.forward + layer.backward:
             return end.host_forward + end.host_backward
         return end.forward + end.backward
+
+
+class PassCopies(NamedTuple):
+    """Seconds of the weights of a layer, and of embedding, norm and head, in a forward and in a backward pass."""
+
+    forward: float
+    backward: float
+    ends_forward: float
+    ends_backward: float
+
+    @classmethod
+    def of(cls, params: RankParams, copies: RankCopies) -> PassCopies:
+        """The seconds of a rank's parameters."""
+        layer, ends, experts = copies
+        return cls(
+            params.layer * layer.forward + params.experts * experts.forward,
+            params.layer * layer.backward + params.experts * experts.backward,
+            params.ends * ends.forward,
+            params.ends * ends.backward,
+        )
 
 
 class RankParams(NamedTuple):
@@ -136,6 +158,8 @@ class CostTable:
     waits_to_receive: bool
     overhead: float
     """Fixed seconds per step."""
+    copies: tuple[RankCopies, ...] = ()
+    """Seconds per weight and micro-batch besides products."""
     expert_rings: tuple[Ring, ...] = ()
     """Ranks that hold the same experts, if expert parallelism divides them."""
     expert_shards: int = 1

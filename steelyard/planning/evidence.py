@@ -67,9 +67,13 @@ class Evidence:
             self.overhead + other.overhead,
         )  # fmt: skip
 
+    def factors(self, layout: Layout, gpu: str) -> Factors | None:
+        """Those of the nearest measurement on a GPU, or else of its site."""
+        return self._nearest(work_key(layout, gpu)) or self.site.get(gpu)
+
     def corrected(self, cost: StageCost, layout: Layout, gpu: str) -> StageCost:
-        """The cost of a pipeline rank with the factors of the nearest measurement on its GPU, or else of its site."""
-        factors = self._nearest(work_key(layout, gpu)) or self.site.get(gpu)
+        """The cost of a pipeline rank with these factors."""
+        factors = self.factors(layout, gpu)
         if factors is None:
             return cost
         update = tuple(replace(each, bytes=each.bytes * factors.optimizer) for each in cost.update)

@@ -20,9 +20,10 @@ from steelyard.core.recipe import Recipe
 from steelyard.core.recipe.load import explained
 from steelyard.core.recipe.section import PositiveInt, Section
 from steelyard.core.recipe.toml import read
-from steelyard.planning import communication, compute
+from steelyard.planning import communication, compute, weight_copies
 from steelyard.planning.cluster import Cluster, Nodes
-from steelyard.planning.compute import LayerDims, Pass, Work
+from steelyard.planning.compute import Pass, Work
+from steelyard.planning.layer_dims import LayerDims
 from steelyard.sizes.gpu_catalogue import Gpu
 from steelyard.sizes.param_count import expert_keys
 
@@ -71,9 +72,13 @@ class Profile(Section):
         same = replace(
             work, tensor=found.tensor, micro_batch=found.micro_batch, context=1, sequence_parallel=False, expert=1
         )
-        known = compute.layer(same, dims)
-        ahead = found.forward / compute.together(known.host_forward, known.forward)
-        back = found.backward / compute.together(known.host_backward, known.backward)
+        known, copies, weights = (
+            compute.layer(same, dims),
+            weight_copies.alone(same, dims.experts is not None),
+            dims.weights / same.tensor,
+        )
+        ahead = found.forward / compute.together(known.host_forward, known.forward + weights * copies.forward)
+        back = found.backward / compute.together(known.host_backward, known.backward + weights * copies.backward)
         return Pass(
             forward=layer.forward * ahead,
             backward=layer.backward * back,

@@ -9,20 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from steelyard.core.recipe import Recipe
-from steelyard.core.recipe.optimizers import OPTIMIZERS
+from steelyard.core.recipe.optimizers import GRADIENT_BYTES, OPTIMIZERS
 from steelyard.planning import communication, compute, update_cost
 from steelyard.planning.cluster import Cluster, Nodes, Placement
 from steelyard.planning.communication import AllToAll, Ring, group
-from steelyard.planning.compute import LayerDims, Pass, Work
+from steelyard.planning.compute import Pass, Work
 from steelyard.planning.cost_table import CostTable, Parts, RankParams, StageCost, UnitCost
-from steelyard.planning.evidence import layout_key
+from steelyard.planning.evidence import layout_key, work_key
+from steelyard.planning.layer_dims import LayerDims
 from steelyard.planning.layout import Layout, Seat, Seats, link_kinds, seat_kinds, seat_pairs
 from steelyard.planning.software import STEELYARD, Software, as_run
 from steelyard.planning.step import StepCost
 from steelyard.planning.update_cost import UpdateCost
+from steelyard.planning.weight_copies import RankCopies, WeightShards, rank_copies
 from steelyard.sizes.gpu_catalogue import Gpu
 from steelyard.sizes.param_count import parameters
 from steelyard.sizes.rank_memory import RankMemory
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
     from steelyard.planning.measured_layers import Profile
 
 T = TypeVar("T")
+MANY = 1 << 20  # ranks or micro-batches
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,10 @@ class Predictor:
         self._examples: list[Any] = []
         self._params: dict[tuple[int, int, int], tuple[RankParams, ...]] = {}
         self._matrices: dict[int, int] = {}
+        self._copies: dict[tuple[object, ...], dict[int, RankCopies]] = {}
+        self._lightest: dict[tuple[object, ...], int] = {}
+        self.evidence = self.cluster.evidence
+        self._is_measured = bool(self.evidence.work or self.evidence.site)
         self._memories: dict[tuple[object, ...], RankMemory] = {}
 
     @classmethod
@@ -170,6 +178,7 @@ class Predictor:
             rings=rings,
             params=self.rank_params(layout.tensor, layout.pipeline, expert),
             shards=(columns if layout.zero else 1,) * layout.pipeline,
+            copies=self._rank_copies(layout, self._placement(layout).kinds),
             expert_rings=same,
             expert_shards=columns // expert if layout.zero else 1,
             matrix_bytes=self._matrix_bytes(layout.tensor),
@@ -180,8 +189,58 @@ class Predictor:
             overlaps_gradients=software.overlapped,
             waits_to_send=software.waits_to_send,
             waits_to_receive=software.waits_to_receive,
-            overhead=max(0.0, software.step_overhead + self.cluster.evidence.overhead),
+            overhead=max(0.0, software.step_overhead + self.evidence.overhead),
         )
+
+    def _rank_copies(self, layout: Layout, kinds: list[int]) -> tuple[RankCopies, ...]:
+        """Seconds per weight of each pipeline rank besides products."""
+        if not self.software.master_weights:
+            return ()
+        return self._each(self._copies, self._shards(layout), kinds, lambda seats: self._copies_on(layout, seats))
+
+    def _shards(self, layout: Layout) -> tuple[object, ...]:
+        """What these seconds depend on."""
+        shards = layout.data * layout.context, layout.zero, self.micro_batches(layout), layout.pipeline > 1
+        return (*shards, layout.expert, self._is_measured and work_key(layout, ""))
+
+    def _copies_on(self, layout: Layout, seats: Sequence[Seat]) -> RankCopies:
+        """Seconds per weight on the slowest GPU among the seats."""
+        ranks, piped = layout.data * layout.context, layout.pipeline > 1
+        shards = WeightShards(ranks, layout.zero, self.micro_batches(layout), piped)
+        found, gradient = [], GRADIENT_BYTES[self.recipe.optim.gradients]
+        for gpu in (self._gpu_of(nodes) for nodes in {seat.nodes.type: seat.nodes for seat in seats}.values()):
+            work = replace(Work.of(self.recipe, gpu, self.software, 1, (1, 1, False)), expert=layout.expert)
+            copies = rank_copies(work, gradient, self.dims.experts is not None, shards)
+            found.append(copies.scaled(self.evidence.factors(layout, gpu.name)))
+        return max(found, key=lambda copies: sum(copies.layer))
+
+    def least_copies(self, layout: Layout) -> float:
+        """The least seconds that the weights of a layer cost both passes of a micro-batch, on any number of data ranks.
+
+        They are linear in one over the number of ranks, and of micro-batches from two on.
+        """
+        if not self.software.master_weights:
+            return 0.0
+        work = Work.of(self.recipe, self._gpu_of(self.seats(layout)[0][0].nodes), self.software, 1, (1, 1, False))
+        gradient, has_experts = GRADIENT_BYTES[self.recipe.optim.gradients], self.dims.experts is not None
+        params = self.rank_params(layout.tensor, 1, layout.expert)[0]
+        factors = self.evidence.factors(layout, work.gpu.name)
+        return min(
+            rank_copies(work, gradient, has_experts, WeightShards(*shards)).scaled(factors).of_layer(params.layer, 0)
+            for shards in product((1, 2, MANY), range(4), (1, 2, MANY), (False, True))
+        )
+
+    def lightest(self, layout: Layout, zeros: Sequence[int]) -> int:
+        """The ZeRO stage whose weights cost the passes of the layout the least."""
+        if not self.software.master_weights or len(zeros) == 1:
+            return zeros[0]
+        shards = layout.data * layout.context, self.micro_batches(layout), layout.pipeline > 1
+        key = (*shards, layout.expert, *zeros)
+        if key not in self._lightest:
+            seats = self.seats(layout)[0]
+            seconds = {zero: sum(self._copies_on(replace(layout, zero=zero), seats).layer) for zero in zeros}
+            self._lightest[key] = min(seconds, key=lambda zero: seconds[zero])
+        return self._lightest[key]
 
     def _matrix_bytes(self, tensor: int) -> int:
         if tensor not in self._matrices:
@@ -229,8 +288,8 @@ class Predictor:
         return gpu if profile is None else profile.calibrated(gpu, self.recipe.train.precision)
 
     def _cost_on(self, layout: Layout, gpu: Gpu, tensor: Ring, context: Ring, expert: AllToAll) -> StageCost:
-        sums = self.micro_batches(layout) > 1
-        key = (gpu.name, tensor, context, expert, layout.micro_batch, layout.sequence_parallel, layout.recompute, sums)
+        how = (layout.micro_batch, layout.sequence_parallel, layout.recompute, layout.data * layout.context > 1)
+        key = (gpu.name, tensor, context, expert, how)
         if key not in self._costs_on:
             self._costs_on[key] = self._new_cost(layout, gpu, tensor, context, expert)
         return self._costs_on[key]
@@ -238,8 +297,7 @@ class Predictor:
     def _new_cost(self, layout: Layout, gpu: Gpu, tensor: Ring, context: Ring, expert: AllToAll) -> StageCost:
         cut = (layout.tensor, layout.context, layout.sequence_parallel)
         work = Work.of(self.recipe, gpu, self.software, layout.micro_batch, cut)
-        sums = self.micro_batches(layout) > 1
-        work = replace(work, expert=layout.expert, imbalance=self.imbalance, sums=sums)
+        work = replace(work, expert=layout.expert, imbalance=self.imbalance)
         tokens = layout.micro_batch * self.dims.sequence // layout.context
         stream = self.each * tokens * self.dims.hidden
         # Sequence parallelism replaces an all-reduce by a reduce-scatter and an all-gather: same bytes, two launches.
@@ -256,16 +314,19 @@ class Predictor:
         sums_again = (1 if self.software.stops_early else 2) * sum_ + gathered if full else 0.0
         if self.software.regathers and layout.sequence_parallel:
             sums_again += 2 * tensor.gather(stream)
+        if self.software.per_op and layout.recompute == "selective" and layout.sequence_parallel:
+            sums_again += 2 * self.software.exposed_exchange * tensor.gather(stream)
         ahead = layer.forward + 2 * sum_ + gathered + routed
         back = layer.backward + 2 * sum_ + 2 * gathered + sums_again + _again(layer, layout.recompute)
         back += routed + routed_again
-        host = layer.host_forward + 2 * launch + launch_experts
+        launch_fsdp = self.software.fsdp_launch if layout.data * layout.context > 1 else 0.0
+        host = layer.host_forward + 2 * launch + launch_experts + launch_fsdp
         cost = StageCost(
             UnitCost(
                 forward=ahead,
                 backward=back,
                 host_forward=host,
-                host_backward=layer.host_backward + 2 * launch + launch_experts + (host if full else 0.0),
+                host_backward=layer.host_backward + 2 * launch + launch_experts + launch_fsdp + (host if full else 0.0),
                 exchange=4 * sum_ + 3 * gathered + sums_again,
                 weights=layer.forward,  # One of the three matrix products of each linear map; the rest is small.
                 expert=2 * routed + routed_again,
@@ -274,7 +335,7 @@ class Predictor:
             _end_cost(compute.head(work, self.dims), 0.0, sum_, launch),
             (update_cost.optimizer(work, self.recipe),),
         )
-        return self.cluster.evidence.corrected(cost, layout, gpu.name)
+        return self.evidence.corrected(cost, layout, gpu.name)
 
     def _slot_exchange(self, tokens: int, expert: AllToAll) -> tuple[float, float]:
         """Seconds and number of the all-to-alls of one pass of a layer, to the experts and back; means over layers.

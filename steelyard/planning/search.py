@@ -9,8 +9,10 @@ so the result is the same as that of an exhaustive search. Layouts that do not f
 
 from __future__ import annotations
 
+import gc
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import count, product
@@ -65,8 +67,9 @@ def search(
         searches = [_Search(candidates, objective, top)]
     found = candidates.found
     found.complete = len(searches) == 1
-    for each in searches:
-        each.run()
+    with _no_garbage_collection():
+        for each in searches:
+            each.run()
     if objective == "pareto":
         kept = [entry for each in searches for entry in each.best.values()]
         found.plans = _frontier([candidates.plan(layout) for layout in _promising(kept, cluster)])
@@ -74,6 +77,18 @@ def search(
         kept = sorted(searches[0].best.values(), key=itemgetter(0, 1))[:top]
         found.plans = sorted((candidates.plan(layout) for _, _, layout in kept), key=lambda plan: plan.value(objective))
     return found
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """A search keeps millions of small objects without cycles, which the collector would visit again and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def given(

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from steelyard.planning import pipeline_sim
 from steelyard.planning.communication import Ring
-from steelyard.planning.cost_table import CostTable, Parts
+from steelyard.planning.cost_table import CostTable, Parts, PassCopies
 from steelyard.planning.pipeline_sim import Times
 
 
@@ -29,6 +29,7 @@ class StepCost:
         self.receive = table.send if table.waits_to_send and table.waits_to_receive else ()
         # A search asks for these thousands of times: passes by stage and layers, and what follows by rank and layers.
         self._stages: list[dict[int, tuple[float, float, float]]] = [{} for _ in range(table.pipeline * table.virtual)]
+        self._copies: dict[int, PassCopies] = {}
         self._after: dict[tuple[int, int], tuple[float, float]] = {}
 
     def times(self, counts: tuple[int, ...]) -> Times:
@@ -47,11 +48,28 @@ class StepCost:
         return found
 
     def _stage(self, stage: int, layers: int) -> tuple[float, float, float]:
-        cost = self.table.stages[stage % self.table.pipeline]
-        forward, backward = cost.passes(layers, (stage == 0) + 2 * (stage == len(self._stages) - 1))
-        weights = layers * cost.layer.weights if self.splits else 0.0
+        rank, end = stage % self.table.pipeline, (stage == 0) + 2 * (stage == len(self._stages) - 1)
+        forward, backward = self._with_copies(rank, layers, end)
+        weights = layers * self.table.stages[rank].layer.weights if self.splits else 0.0
         ahead, behind = self._waits(stage)
         return forward + ahead, backward - weights + behind, weights
+
+    def _with_copies(self, rank: int, layers: int, end: int = 0) -> tuple[float, float]:
+        """Seconds of the passes of a rank's stage; `end` as in `StageCost.passes`."""
+        table = self.table
+        if not table.copies:
+            return table.stages[rank].passes(layers, end)
+        forward, backward, ends_forward, ends_backward = self._copies_of(rank)
+        copies = (layers * forward, layers * backward)
+        if end:
+            copies = (copies[0] + ends_forward, copies[1] + ends_backward)
+        return table.stages[rank].passes(layers, end, copies)
+
+    def _copies_of(self, rank: int) -> PassCopies:
+        known = self._copies.get(rank)
+        if known is None:
+            known = self._copies[rank] = PassCopies.of(self.table.params[rank], self.table.copies[rank])
+        return known
 
     def _waits(self, stage: int) -> tuple[float, float]:
         """Seconds of a stage's forward and backward pass during which its rank is blocked by a send."""
@@ -63,10 +81,12 @@ class StepCost:
 
     def per_layer(self) -> tuple[list[float], list[float]]:
         """Seconds per micro-batch on each pipeline rank: of one layer, and of the embedding and head without layers."""
-        costs, last = self.table.stages, self.table.pipeline - 1
-        each = [sum(cost.passes(1)) for cost in costs]
-        extra = [sum(cost.passes(0, (rank == 0) + 2 * (rank == last))) for rank, cost in enumerate(costs)]
-        return each, extra
+        last, kinds = self.table.pipeline - 1, self.table.kinds
+        by_kind = {kind: sum(self._with_copies(kinds.index(kind), 1)) for kind in set(kinds)}
+        extra = [0.0] * len(kinds)
+        for rank in {0, last}:
+            extra[rank] = sum(self._with_copies(rank, 0, (rank == 0) + 2 * (rank == last)))
+        return [by_kind[kind] for kind in kinds], extra
 
     def held(self, counts: tuple[int, ...], rank: int) -> int:
         """Parameters on a rank: the layers of its stages, the embedding and the head."""
@@ -164,7 +184,7 @@ class StepCost:
         late = table.schedule == "zero-bubble"
         ways *= 3 if late else 1  # Only the forward pass, about a third of the work, must come before.
         firsts = [(kinds.index(kind), kind) for kind in set(kinds)]
-        known = {kind: (table.stages[rank].layer.least, self._layer_after(rank)) for rank, kind in firsts}
+        known = {kind: (self._least(rank), self._layer_after(rank)) for rank, kind in firsts}
         behind, weights = 0.0, [0.0] * len(kinds)
         for rank in range(len(kinds) - 1, -1, -1):
             each, after = known[kinds[rank]]
@@ -180,6 +200,14 @@ class StepCost:
             there += table.send[rank - 1] * (1 if late else 2)
             taken += weights[rank] * there
         return (layers + taken) / behind + table.overhead
+
+    def _least(self, rank: int) -> float:
+        """A lower bound for both passes of a layer."""
+        unit = self.table.stages[rank].layer
+        if not self.table.copies:
+            return unit.least
+        params, copies = self.table.params[rank], self.table.copies[rank]
+        return max(unit.least, unit.forward + unit.backward + copies.of_layer(params.layer, params.experts))
 
     def _layer_after(self, rank: int) -> float:
         """The least time that one layer adds after the last backward pass.

@@ -80,8 +80,8 @@ CATALOGUE = [
     Gpu("h100-96", r"H100 96GB HBM2e", 94, 67, 494, 989, 989, 1979, 2400, 132, 500, 450, 0.62, "NVIDIA H100 data sheet, SXM; memory and 500 W as TorchTitan reports them"),
     Gpu("h100-pcie", r"H100 PCIe", 80, 51, 378, 756, 756, 1513, 2000, 114, 350, 64, 0.55, "NVIDIA H100 data sheet, PCIe"),
     Gpu("h200", r"H200", 141, 67, 494, 989, 989, 1979, 4800, 132, 700, 450, 0.78, "NVIDIA H200 data sheet, SXM"),
-    Gpu("gh200-96", r"GH200 480GB", 96, 67, 494, 990, 990, 1979, 4000, 132, 900, 150, 0.83, "NVIDIA GH200 data sheet, 96 GB HBM3; six NVLinks to each GPU of a board of four"),
-    Gpu("gh200-144", r"GH200 144G HBM3e", 144, 67, 494, 990, 990, 1979, 4900, 132, 900, 150, 0.83, "NVIDIA GH200 data sheet, 144 GB HBM3e; six NVLinks to each GPU of a board of four"),
+    Gpu("gh200-96", r"GH200 480GB", 96, 67, 494, 990, 990, 1979, 4000, 132, 900, 150, 0.83, "NVIDIA GH200 data sheet, 96 GB HBM3; link: apps.fz-juelich.de/jsc/hps/jupiter/configuration.html, 150 GB/s one way between two GPUs of a board of four"),
+    Gpu("gh200-144", r"GH200 144G HBM3e", 144, 67, 494, 990, 990, 1979, 4900, 132, 900, 150, 0.83, "NVIDIA GH200 data sheet, 144 GB HBM3e; link: as gh200-96"),
     Gpu("b200", r"B200", 180, 75, 1125, 2250, 2250, 4500, 8000, 148, 1000, 900, 0.78, "NVIDIA HGX and DGX B200 data sheets, an eighth of a box"),
     Gpu("cpu", r"cpu", None, None, None, None, None, None, None, None, None, None, 0.8, "none: processors differ too much for one line"),
 ]

@@ -63,7 +63,8 @@ def test_a_token_costs_its_active_parameters():
 
 
 def test_imbalance_costs_expert_ranks_time_and_no_one_else():
-    recipe, machines = moe(), cluster(("a100-80", 1, 4))
+    # Wide enough that the host does not limit the step.
+    recipe, machines = moe(hidden=4096, heads=32, ffn=8192), cluster(("a100-80", 1, 4))
     for expert in (1, 4):
         chosen = layout([("a100-80", 1)], (4,), data=4, expert=expert)
         even, uneven = (Predictor(recipe, machines, imbalance=each).parts(chosen) for each in (1.0, 2.0))

@@ -7,7 +7,8 @@ import pytest
 from steelyard.core.recipe import Recipe
 from steelyard.planning import compute, memory_fit, update_cost
 from steelyard.planning.communication import BASE_LATENCY, REACHED
-from steelyard.planning.compute import LayerDims, Work
+from steelyard.planning.compute import Work
+from steelyard.planning.layer_dims import LayerDims
 from steelyard.planning.predict import Predictor
 from steelyard.planning.software import DEEPSPEED, MEGATRON, STEELYARD, TORCHTITAN
 from steelyard.sizes.gpu_catalogue import by_name
