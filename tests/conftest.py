@@ -215,4 +215,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log) -> object:
             file = nodeid.partition("::")[0]
             return ONE_POOL if file.startswith(f"{ONE_POOL}/") else nodeid if file in LONG_TESTS else file
 
+        def _assign_work_unit(self, node: object) -> None:
+            """Hand out the pool first, then the long tests: at the end, one process would wait for the other's."""
+            long = next((scope for scope in self.workqueue if scope.startswith(LONG_TESTS)), None)
+            if long is not None and ONE_POOL not in self.workqueue:
+                self.workqueue.move_to_end(long, last=False)
+            super()._assign_work_unit(node)
+
     return ByFile(config, log)
