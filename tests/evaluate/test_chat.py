@@ -186,7 +186,7 @@ class Terminal:
         os.write(self.ours, text.encode())
 
     def interrupt(self) -> None:
-        """Press Ctrl-C until the prompt is back: Python misses one that comes just before readline begins to wait."""
+        """Press Ctrl-C until the prompt is back: Python can miss one that comes just before readline waits."""
         for _ in range(SECONDS // 5):
             self.type("\x03")
             with contextlib.suppress(AssertionError):
