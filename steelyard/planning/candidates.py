@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import gcd
 from operator import gt
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from steelyard.core.recipe import Recipe
 from steelyard.planning import layout_space, memory_fit, partition
@@ -89,8 +89,7 @@ class SearchResult:
             self.nearest = (lacks, layout, why)
 
 
-@dataclass(frozen=True)
-class MeshCandidate:
+class MeshCandidate(NamedTuple):
     """A layout without recomputation, ZeRO stage, sequence parallelism and layers per stage."""
 
     use: Use
@@ -153,6 +152,9 @@ class Candidates:
             for splits in (False, True)
         }
         self.layers: dict[tuple[str, int, int, int, bool], float] = {}
+        self.lightest: dict[tuple[object, ...], int] = {}
+        self.fastest: dict[tuple[str, int, int, int], float] = {}
+        self.bounding_sequences: dict[tuple[object, ...], list[bool]] = {}
         self.bounds: dict[MeshCandidate, float] = {}
         self.allowed: dict[tuple[int, int, int], bool] = {}
 
@@ -171,10 +173,9 @@ class Candidates:
         """The cost of the layout's step as a function of its partition."""
         return self.predictor(layout).step(layout)
 
-    def balanced(self, layout: Layout) -> tuple[int, ...]:
+    def balanced(self, step: StepCost) -> tuple[int, ...]:
         """Layers per stage, without a check of memory."""
-        assign = partition.evenly if self.limits.even else partition.by_time
-        return assign(self.predictor(layout), layout, self.recipe.model.layers)
+        return (partition.evenly if self.limits.even else partition.by_time)(step)
 
     def refined(self, layout: Layout, passes: int = partition.FULLY) -> Layout:
         """The layout with its partition improved by moving single layers, with about that many simulated passes."""
@@ -197,17 +198,23 @@ class Candidates:
         In that case `False` saves only the launch of two collectives at the ends of the model, a few microseconds per
         step, and its sends are longer.
         """
-        sequences = self.sequences(mesh)
-        if len(sequences) == 1:
-            return sequences
         cut = (mesh.tensor, mesh.context, mesh.micro_batch)
-        on, off = ([self._layer(type_, *cut, each) for type_, _ in mesh.use.counts] for each in sequences)
-        return sequences if any(map(gt, on, off)) else sequences[:1]
+        key = (mesh.use, *cut)
+        if key not in self.bounding_sequences:
+            sequences = self.sequences(mesh)
+            if len(sequences) > 1:
+                on, off = ([self._layer(type_, *cut, each) for type_, _ in mesh.use.counts] for each in sequences)
+                sequences = sequences if any(map(gt, on, off)) else sequences[:1]
+            self.bounding_sequences[key] = sequences
+        return self.bounding_sequences[key]
 
     def layer(self, type_: str, tensor: int, context: int, micro_batch: int) -> float:
         """Seconds of both passes of a layer on one type of node, without recomputation."""
-        sequences = layout_space.sequences(self.recipe, tensor, context, self.limits)
-        return min(self._layer(type_, tensor, context, micro_batch, each) for each in sequences)
+        key = (type_, tensor, context, micro_batch)
+        if key not in self.fastest:
+            sequences = layout_space.sequences(self.recipe, tensor, context, self.limits)
+            self.fastest[key] = min(self._layer(*key, each) for each in sequences)
+        return self.fastest[key]
 
     def _layer(self, type_: str, tensor: int, context: int, micro_batch: int, sequence: bool) -> float:
         """The least over all expert degrees: with more of them a rank has fewer experts, and larger products."""
@@ -224,8 +231,8 @@ class Candidates:
         nodes = -(-tensor * context * data // self.cluster.nodes_of(type_).gpus)
         mesh = MeshCandidate(Use((), 0), tensor, context, micro_batch, ((type_, nodes),), 1, data, "1f1b", 1, expert)
         layout = mesh.layout(Variant("none", 0, sequence))
-        unit = self.step(layout).table.stages[0].layer
-        copies = self.predictor(layout).least_copies(layout)
+        predictor = self.predictor(layout)
+        unit, copies = predictor.costs(layout)[0].layer, predictor.least_copies(layout)
         return max(unit.least_on_links, unit.forward + unit.backward - unit.expert + copies)
 
     def zeros(self, mesh: MeshCandidate) -> list[int]:
@@ -238,25 +245,27 @@ class Candidates:
         Of the schedules, only zero-bubble has a bound of its own. Cached, because a Pareto search may run twice.
         """
         if mesh.schedule not in ("1f1b", "zero-bubble"):
-            mesh = replace(mesh, schedule="1f1b")
+            mesh = mesh._replace(schedule="1f1b")
         if mesh not in self.bounds:
             layouts = self._bounding_layouts(mesh, "none")
-            self.bounds[mesh] = min(self.step(layout).bound(self.recipe.model.layers) for layout in layouts)
+            self.bounds[mesh] = min(self.predictor(layout).bound(layout) for layout in layouts)
         return self.bounds[mesh]
 
     def at_least(self, mesh: MeshCandidate, recompute: str) -> float:
         """A lower bound for layers balanced by time, with the better setting of sequence parallelism."""
         layouts = self._bounding_layouts(mesh, recompute)
-        return min(self.step(layout).at_least(self.balanced(layout)) for layout in layouts)
+        steps = [self.step(layout) for layout in layouts]
+        return min(step.at_least(self.balanced(step)) for step in steps)
 
     def _bounding_layouts(self, mesh: MeshCandidate, recompute: str) -> list[Layout]:
         """Layouts with the ZeRO stage whose weights cost the passes the least."""
-        sequences = self.bounding(mesh)
-        layout = mesh.layout(Variant(recompute, 0, sequences[0]))
-        zero = self.predictor(layout).lightest(layout, self.zeros(mesh))
-        if zero == 0 and len(sequences) == 1:
-            return [layout]
-        return [mesh.layout(Variant(recompute, zero, sequence)) for sequence in sequences]
+        columns, zeros = mesh.data * mesh.context, self.zeros(mesh)
+        kind = (mesh.expert, mesh.pipeline > 1, mesh.schedule == "zero-bubble")
+        key = (columns, mesh.micro_batch * mesh.data, *kind, *zeros)
+        if key not in self.lightest:
+            layout = mesh.layout(Variant(recompute, 0, False))
+            self.lightest[key] = self.predictor(layout).lightest(layout, zeros)
+        return [mesh.layout(Variant(recompute, self.lightest[key], sequence)) for sequence in self.bounding(mesh)]
 
     def may_fit(self, mesh: MeshCandidate) -> bool:
         """Whether the layout of the mesh that needs the least memory fits; if not, none of its layouts does."""
@@ -272,7 +281,7 @@ class Candidates:
         tight: tuple[Layout, int] | None = None
         for sequence in sequences:
             layout = mesh.layout(Variant(recompute, zeros[0], sequence))
-            layout = layout.with_partition(self.balanced(layout))
+            layout = layout.with_partition(self.balanced(self.step(layout)))
             if found.layouts and self._is_no_faster(layout, found.layouts[0]):
                 continue
             if tight is not None and self._is_no_smaller(layout, *tight):

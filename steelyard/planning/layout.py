@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
@@ -186,8 +186,7 @@ def _entry(text: str) -> tuple[str, int]:
     return type_, int(count or 1)
 
 
-@dataclass(frozen=True)
-class Seat:
+class Seat(NamedTuple):
     """Consecutive ranks of one stage on one node; `node` is the index of the node in rank order."""
 
     node: int

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from itertools import product
 from operator import itemgetter, mul
 
 from steelyard.planning import memory_fit
 from steelyard.planning.layout import Layout
 from steelyard.planning.predict import Predictor
+from steelyard.planning.step import StepCost
 
 MANY = 16  # With more stages than this, only some moves of a layer are tried, because trying all takes too long.
 # Passes to simulate, approximately, to refine the partition of one plan: during the search, and of plans to show.
@@ -24,16 +26,16 @@ QUICKLY, FULLY = 2_000, 40_000
 Simulated = Callable[[tuple[int, ...]], float]
 
 
-def evenly(predictor: Predictor, layout: Layout, layers: int) -> tuple[int, ...]:
+def evenly(step: StepCost) -> tuple[int, ...]:
     """The same number of layers on every stage."""
-    stages = layout.pipeline * layout.virtual
-    return (layers // stages,) * stages
+    stages = step.table.pipeline * step.table.virtual
+    return (step.table.layers // stages,) * stages
 
 
-def by_time(predictor: Predictor, layout: Layout, layers: int, limits: list[int] | None = None) -> tuple[int, ...]:
+def by_time(step: StepCost, limits: list[int] | None = None) -> tuple[int, ...]:
     """Layers balanced by their time on each pipeline rank; empty if the `limits` do not allow all layers."""
-    counts = balanced(*predictor.step(layout).per_layer(), layers, limits)
-    return spread(counts, layout.virtual) if counts else ()
+    counts = balanced(*step.per_layer(), step.table.layers, limits)
+    return spread(counts, step.table.virtual) if counts else ()
 
 
 def limits(predictor: Predictor, layout: Layout, layers: int) -> list[int]:
@@ -89,7 +91,7 @@ def within(predictor: Predictor, layout: Layout, layers: int) -> Layout | None:
     if layout.pipeline == 1 or layout.virtual > 1 or _is_hopeless(predictor, layout, layers):
         return None
     most = limits(predictor, layout, layers)
-    counts = by_time(predictor, layout, layers, most) if min(most) >= 0 else ()
+    counts = by_time(predictor.step(layout), most) if min(most) >= 0 else ()
     return layout.with_partition(counts) if counts else None
 
 
@@ -108,6 +110,7 @@ def refined(predictor: Predictor, layout: Layout, layers: int, passes: int = FUL
             return all(room.fits for room in memory_fit.rooms(predictor, layout.with_partition(counts)))
         return all(count <= limit for count, limit in zip(counts, most, strict=True))
 
+    @cache  # The same partition is often reached by different moves.
     def seconds(counts: tuple[int, ...]) -> float:
         return step.seconds(counts, settled=True)
 
@@ -119,7 +122,8 @@ def refined(predictor: Predictor, layout: Layout, layers: int, passes: int = FUL
     if least == float("inf"):
         return layout
     ways = (False, True) if passes > QUICKLY else (False,)  # Each ends where the other does not.
-    ends = [improved(best, seconds, step.at_least, fits, tries, steepest) for steepest in ways]
+    at_least = cache(step.at_least)
+    ends = [improved(best, seconds, at_least, fits, tries, steepest) for steepest in ways]
     return layout.with_partition(min(ends, key=itemgetter(1))[0])
 
 

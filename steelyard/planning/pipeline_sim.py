@@ -9,7 +9,6 @@ order gives the exact timetable for any stage times. The order depends only on t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -22,17 +21,21 @@ SHORT = 4000  # Steps with at most this many passes are always simulated complet
 KINDS = {"forward": FORWARD, "backward": BACKWARD, "weights": WEIGHTS}
 
 
-class PipelineAction(NamedTuple):
-    """One action: its rank, its slot (kind x stages + stage), and the earlier action it waits for (-1: no action)."""
+class ActionOrder(NamedTuple):
+    """All actions of all ranks in topological order. They are numbered from 1; 0 is the start of the step."""
 
-    rank: int
-    slot: int
-    after: int
-    micro_batch: int
+    steps: list[tuple[int, int, int]]
+    """Of each action its slot (kind x stages + stage), the previous action of its rank, and the one that it waits for.
+
+    Plain tuples, because a search reads millions of them.
+    """
+    places: list[tuple[int, int]]
+    """Of each action its rank and micro-batch."""
+    last: list[int]
+    """The last action of each rank."""
 
 
-@dataclass(frozen=True)
-class Times:
+class Times(NamedTuple):
     """Seconds of the passes of each stage, and of the sends between neighbouring stages.
 
     If the backward pass is split (zero bubble), `backward` computes input gradients and `weights` weight gradients.
@@ -67,15 +70,15 @@ class Timetable(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def order(schedule: str, pipeline: int, virtual: int, micro_batches: int) -> tuple[PipelineAction, ...]:
+def order(schedule: str, pipeline: int, virtual: int, micro_batches: int) -> ActionOrder:
     """All actions of all ranks in topological order."""
     parallel = ParallelSection().model_copy(update={"schedule": schedule, "pipeline": pipeline, "virtual": virtual})
     stages = pipeline * virtual
     queues = [_numbered(parallel, micro_batches, rank) for rank in range(pipeline)]
     size = stages * micro_batches
-    done = [-1] * (3 * size)  # Index into `steps`, by kind, stage and micro-batch.
+    done = [0] * (3 * size)  # The number of the action, by kind, stage and micro-batch.
     waiting = [-1] * (3 * size)  # The rank that waits for this action.
-    steps: list[PipelineAction] = []
+    found = ActionOrder([], [], [0] * pipeline)
     position = [0] * pipeline
     todo = list(range(pipeline))
     while todo:
@@ -85,18 +88,20 @@ def order(schedule: str, pipeline: int, virtual: int, micro_batches: int) -> tup
             kind, stage, micro_batch = queue[place]
             this = (kind * stages + stage) * micro_batches + micro_batch
             needed = _needed(kind, this, stage, stages, micro_batches)
-            if needed >= 0 and done[needed] < 0:
+            if needed >= 0 and not done[needed]:
                 waiting[needed] = rank
                 break
-            steps.append(PipelineAction(rank, kind * stages + stage, done[needed] if needed >= 0 else -1, micro_batch))
-            done[this] = len(steps) - 1
+            after = done[needed] if needed >= 0 else 0
+            found.steps.append((kind * stages + stage, found.last[rank], after))
+            found.places.append((rank, micro_batch))
+            done[this] = found.last[rank] = len(found.steps)
             place += 1
             if waiting[this] >= 0:
                 todo.append(waiting[this])
         position[rank] = place
-    if len(steps) != sum(map(len, queues)):
+    if len(found.steps) != sum(map(len, queues)):
         raise AssertionError(f"{schedule} with {pipeline} ranks and {micro_batches} micro-batches deadlocks")
-    return tuple(steps)
+    return found
 
 
 def _numbered(parallel: ParallelSection, micro_batches: int, rank: int) -> list[tuple[int, int, int]]:
@@ -127,18 +132,11 @@ def simulate(times: Times, schedule: str, pipeline: int, virtual: int, micro_bat
 def simulated_ends(times: Times, schedule: str, pipeline: int, virtual: int, micro_batches: int) -> tuple[float, ...]:
     """When each rank finishes."""
     durations, delays, blocked = _durations(times), _delays(times.send, times), _delays(times.receive, times)
-    free = [0.0] * pipeline
-    finish: list[float] = []
-    for rank, slot, after, _ in order(schedule, pipeline, virtual, micro_batches):
-        start = free[rank] + blocked[slot]
-        if after >= 0:
-            arrival = finish[after] + delays[slot]
-            if arrival > start:
-                start = arrival
-        start += durations[slot]
-        free[rank] = start
-        finish.append(start)
-    return tuple(free)
+    actions, finish = order(schedule, pipeline, virtual, micro_batches), [0.0]
+    for slot, previous, after in actions.steps:
+        start, arrival = finish[previous] + blocked[slot], finish[after] + delays[slot]
+        finish.append((arrival if arrival > start else start) + durations[slot])
+    return tuple([finish[number] for number in actions.last])
 
 
 def settled(times: Times, schedule: str, pipeline: int, virtual: int, micro_batches: int) -> tuple[float, ...]:
@@ -165,12 +163,11 @@ def events(
     durations, delays, blocked = _durations(times), _delays(times.send, times), _delays(times.receive, times)
     stages = len(times.forward)
     names = list(KINDS)
-    free = [0.0] * pipeline
-    finish: list[float] = []
+    actions, finish = order(schedule, pipeline, virtual, micro_batches), [0.0]
     drawn = []
-    for rank, slot, after, micro_batch in order(schedule, pipeline, virtual, micro_batches):
-        start = max(free[rank] + blocked[slot], finish[after] + delays[slot] if after >= 0 else 0.0)
-        end = free[rank] = start + durations[slot]
+    for (slot, previous, after), (rank, micro_batch) in zip(actions.steps, actions.places, strict=True):
+        start = max(finish[previous] + blocked[slot], finish[after] + delays[slot])
+        end = start + durations[slot]
         finish.append(end)
         drawn.append((rank, names[slot // stages], slot % stages, micro_batch, start, end))
     return drawn
@@ -183,7 +180,7 @@ def _durations(times: Times) -> list[float]:
 def _delays(between: tuple[float, ...], times: Times) -> list[float]:
     """Seconds that belong to the message that an action waits for, by slot; `between` has those of each stage pair."""
     between = between or (0.0,) * (len(times.forward) - 1)
-    return [0.0, *between, *between, 0.0, *(0.0 for _ in times.weights)]
+    return [0.0, *between, *between, 0.0, *(0.0,) * len(times.weights)]
 
 
 def _busy(times: Times, pipeline: int, micro_batches: int) -> list[float]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from functools import cached_property
+from itertools import groupby, product
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from steelyard.core.recipe import Recipe
@@ -24,6 +25,7 @@ from steelyard.planning.layer_dims import LayerDims
 from steelyard.planning.layout import Layout, Seat, Seats, link_kinds, seat_kinds, seat_pairs
 from steelyard.planning.software import STEELYARD, Software, as_run
 from steelyard.planning.step import StepCost
+from steelyard.planning.step_bound import RankBound, step_bound
 from steelyard.planning.update_cost import UpdateCost
 from steelyard.planning.weight_copies import RankCopies, WeightShards, rank_copies
 from steelyard.sizes.gpu_catalogue import Gpu
@@ -44,6 +46,16 @@ class StagePlacement:
     seats: list[tuple[Seat, ...]]
     kinds: list[int]
     links: list[int]
+
+    @cached_property
+    def runs(self) -> list[tuple[int, int, int]]:
+        """Neighbours of the same kind and with the same link to the next rank: kind, one of them, and their number."""
+        found, rank = [], 0
+        for (kind, _), same in groupby(zip(self.kinds, self.links, strict=True)):
+            number = len(list(same))
+            found.append((kind, rank, number))
+            rank += number
+        return found
 
 
 class Predictor:
@@ -68,6 +80,7 @@ class Predictor:
         self._costs: dict[tuple[object, ...], dict[int, StageCost]] = {}
         self._costs_on: dict[tuple[object, ...], StageCost] = {}
         self._sends: dict[tuple[object, ...], dict[int, float]] = {}
+        self._rank_bounds: dict[tuple[object, ...], dict[int, RankBound]] = {}
         self._rings: dict[tuple[object, ...], dict[int, Ring]] = {}
         self._seats: dict[Placement, Seats] = {}
         self._placed: dict[tuple[Placement, int, int], StagePlacement] = {}
@@ -76,9 +89,9 @@ class Predictor:
         self._params: dict[tuple[int, int, int], tuple[RankParams, ...]] = {}
         self._matrices: dict[int, int] = {}
         self._copies: dict[tuple[object, ...], dict[int, RankCopies]] = {}
-        self._lightest: dict[tuple[object, ...], int] = {}
         self.evidence = self.cluster.evidence
         self._is_measured = bool(self.evidence.work or self.evidence.site)
+        self.overhead = max(0.0, software.step_overhead + self.evidence.overhead)
         self._memories: dict[tuple[object, ...], RankMemory] = {}
 
     @classmethod
@@ -137,23 +150,43 @@ class Predictor:
         """The cost of the layout's step as a function of its partition."""
         placement = self._placement(layout)
         cut = (layout.tensor, layout.context, layout.micro_batch, layout.sequence_parallel)
-        columns = layout.data * layout.context
-        stages = self._each(
-            self._costs,
-            (cut, layout.expert, layout.recompute),
-            placement.kinds,
-            lambda seats: self.stage_cost(layout, seats),
-        )
+        stages = self._stages(layout, placement.kinds)
         send = self._each(self._sends, cut, placement.links, lambda pair: self.send(layout, *pair))
-        rings = self._groups(placement, layout.tensor, columns)
+        rings = self._groups(placement.kinds, layout.tensor, layout.data * layout.context)
         sends = (send * layout.virtual)[:-1]
         return StepCost(self.table(layout, stages, rings, sends, tuple(placement.kinds)))
 
-    def _groups(self, placement: StagePlacement, stride: int, size: int) -> tuple[Ring, ...]:
-        """The slowest ring of `size` ranks with a stride of `stride` ranks, on each pipeline rank."""
-        return self._each(
-            self._rings, (stride, size), placement.kinds, lambda seats: group(self.cluster, seats, stride, size)
-        )
+    def bound(self, layout: Layout) -> float:
+        """A lower bound for the step over all partitions, without a cost table if its kinds of ranks are known."""
+        placement = self._placement(layout)
+        cut = (layout.tensor, layout.context, layout.micro_batch, layout.sequence_parallel)
+        how = (cut, layout.expert, layout.recompute, layout.zero, layout.data, layout.pipeline > 1)
+        known = self._rank_bounds.setdefault(how, {})
+        new = [kind for kind, _, _ in placement.runs if kind not in known]
+        known |= zip(new, self._new_rank_bounds(layout, new), strict=True)
+        send = self._each(self._sends, cut, placement.links, lambda pair: self.send(layout, *pair))
+        runs = [(known[kind], send[rank], count) for kind, rank, count in placement.runs]
+        rounds = self.micro_batches(layout)
+        return step_bound(runs, self.dims.layers, rounds, layout.virtual, layout.schedule) + self.overhead
+
+    def _new_rank_bounds(self, layout: Layout, kinds: list[int]) -> list[RankBound]:
+        if not kinds:
+            return []
+        params = self.rank_params(layout.tensor, layout.pipeline, layout.expert)[0]
+        copies = self._rank_copies(layout, kinds) or (RankCopies(),) * len(kinds)
+        rings = self._groups(kinds, layout.tensor, layout.data * layout.context)
+        costs = zip(self._stages(layout, kinds), copies, rings, strict=True)
+        return [RankBound.of(params, *cost, layout.pipeline > 1) for cost in costs]
+
+    def _stages(self, layout: Layout, kinds: list[int]) -> tuple[StageCost, ...]:
+        """The cost of layers, embedding and head on pipeline ranks."""
+        cut = (layout.tensor, layout.context, layout.micro_batch, layout.sequence_parallel)
+        how = (cut, layout.expert, layout.recompute)
+        return self._each(self._costs, how, kinds, lambda seats: self.stage_cost(layout, seats))
+
+    def _groups(self, kinds: list[int], stride: int, size: int) -> tuple[Ring, ...]:
+        """The slowest ring of `size` ranks with a stride of `stride` ranks, on pipeline ranks."""
+        return self._each(self._rings, (stride, size), kinds, lambda seats: group(self.cluster, seats, stride, size))
 
     def table(
         self,
@@ -165,7 +198,8 @@ class Predictor:
     ) -> CostTable:
         """The cost table of a layout from the costs of its pipeline ranks."""
         software, columns, expert = self.software, layout.data * layout.context, layout.expert
-        same = self._groups(self._placement(layout), layout.tensor * expert, columns // expert) if expert > 1 else ()
+        placed = self._placement(layout).kinds
+        same = self._groups(placed, layout.tensor * expert, columns // expert) if expert > 1 else ()
         return CostTable(
             schedule=layout.schedule,
             pipeline=layout.pipeline,
@@ -178,7 +212,7 @@ class Predictor:
             rings=rings,
             params=self.rank_params(layout.tensor, layout.pipeline, expert),
             shards=(columns if layout.zero else 1,) * layout.pipeline,
-            copies=self._rank_copies(layout, self._placement(layout).kinds),
+            copies=self._rank_copies(layout, placed),
             expert_rings=same,
             expert_shards=columns // expert if layout.zero else 1,
             matrix_bytes=self._matrix_bytes(layout.tensor),
@@ -189,7 +223,7 @@ class Predictor:
             overlaps_gradients=software.overlapped,
             waits_to_send=software.waits_to_send,
             waits_to_receive=software.waits_to_receive,
-            overhead=max(0.0, software.step_overhead + self.evidence.overhead),
+            overhead=self.overhead,
         )
 
     def _rank_copies(self, layout: Layout, kinds: list[int]) -> tuple[RankCopies, ...]:
@@ -232,15 +266,10 @@ class Predictor:
 
     def lightest(self, layout: Layout, zeros: Sequence[int]) -> int:
         """The ZeRO stage whose weights cost the passes of the layout the least."""
-        if not self.software.master_weights or len(zeros) == 1:
+        if not self.software.master_weights:
             return zeros[0]
-        shards = layout.data * layout.context, self.micro_batches(layout), layout.pipeline > 1
-        key = (*shards, layout.expert, *zeros)
-        if key not in self._lightest:
-            seats = self.seats(layout)[0]
-            seconds = {zero: sum(self._copies_on(replace(layout, zero=zero), seats).layer) for zero in zeros}
-            self._lightest[key] = min(seconds, key=lambda zero: seconds[zero])
-        return self._lightest[key]
+        seats = self.seats(layout)[0]
+        return min(zeros, key=lambda zero: sum(self._copies_on(replace(layout, zero=zero), seats).layer))
 
     def _matrix_bytes(self, tensor: int) -> int:
         if tensor not in self._matrices:
@@ -253,10 +282,12 @@ class Predictor:
     ) -> tuple[T, ...]:  # fmt: skip
         """One value for each number, computed once from its example."""
         known = kept.setdefault(how, {})
-        for number in set(numbers):
-            if number not in known:
+        try:
+            return tuple([known[number] for number in numbers])  # A generator takes twice as long.
+        except KeyError:
+            for number in set(numbers) - set(known):
                 known[number] = made(self._examples[number])
-        return tuple([known[number] for number in numbers])  # A generator takes twice as long.
+            return tuple([known[number] for number in numbers])
 
     def seconds(self, layout: Layout) -> float:
         """The time of the step."""
@@ -268,7 +299,7 @@ class Predictor:
 
     def costs(self, layout: Layout) -> tuple[StageCost, ...]:
         """The cost of layers, embedding and head on each pipeline rank."""
-        return self.step(layout).table.stages
+        return self._stages(layout, self._placement(layout).kinds)
 
     def stage_cost(self, layout: Layout, seats: Sequence[Seat]) -> StageCost:
         """The cost on the slowest GPU among the seats."""

@@ -13,7 +13,6 @@ import gc
 import heapq
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from itertools import count, product
 from operator import itemgetter
@@ -39,6 +38,22 @@ QUICK = 96  # Steps with at most this many passes get their partition refined at
 UNFIT = 0.25
 
 
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """A search keeps millions of small objects without cycles, which the collector would visit again and again.
+
+    They are freed before it is on again.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@_no_garbage_collection()
 def search(
     recipe: Recipe,
     cluster: Cluster,
@@ -67,9 +82,8 @@ def search(
         searches = [_Search(candidates, objective, top)]
     found = candidates.found
     found.complete = len(searches) == 1
-    with _no_garbage_collection():
-        for each in searches:
-            each.run()
+    for each in searches:
+        each.run()
     if objective == "pareto":
         kept = [entry for each in searches for entry in each.best.values()]
         found.plans = _frontier([candidates.plan(layout) for layout in _promising(kept, cluster)])
@@ -77,18 +91,6 @@ def search(
         kept = sorted(searches[0].best.values(), key=itemgetter(0, 1))[:top]
         found.plans = sorted((candidates.plan(layout) for _, _, layout in kept), key=lambda plan: plan.value(objective))
     return found
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """A search keeps millions of small objects without cycles, which the collector would visit again and again."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def given(
@@ -155,6 +157,7 @@ class _Search:
                 go_on()
                 bar.advance(max(0.0, self.finished - before), f"{len(self.queue)} choices left")
         self.found.complete &= self.finished < self.limits.meshes
+        self.queue.clear()  # Its entries refer to this search.
 
     def _can_compute(self, use: Use) -> bool:
         gpus = [self.cluster.gpu_of(self.cluster.nodes_of(type_)) for type_, _ in use.counts]
@@ -173,19 +176,17 @@ class _Search:
     def _opened(self, use: Use) -> list[tuple[float, int, Callable[[], None]]]:
         """First round: nodes, tensor, context, micro-batch. Bound: all work divided over all GPUs by their speed."""
         value = self._weight_of(use.counts)
+        micro_batches = layout_space.micro_batches(self.recipe, self.limits)
         choices: list[tuple[float, int, Callable[[], None]]] = []
         for tensor in layout_space.tensors(self.recipe, self.cluster, use, self.limits):
             for context in layout_space.contexts(self.recipe, self.limits):
                 if use.ranks % (tensor * context) or not self.candidates.allows(tensor, context, 1):
                     continue
-                for micro_batch in layout_space.micro_batches(self.recipe, self.limits):
-                    each = {
-                        type_: self.candidates.layer(type_, tensor, context, micro_batch) for type_, _ in use.counts
-                    }
-                    groups = {
-                        type_: n * self.cluster.nodes_of(type_).gpus / tensor / context for type_, n in use.counts
-                    }
-                    speed = sum(groups[type_] / each[type_] for type_ in each)
+                for micro_batch in micro_batches:
+                    speed = 0.0
+                    for type_, n in use.counts:
+                        groups = n * self.cluster.nodes_of(type_).gpus / tensor / context
+                        speed += groups / self.candidates.layer(type_, tensor, context, micro_batch)
                     rounds = self.recipe.train.global_batch // micro_batch
                     bound = value * rounds * self.recipe.model.layers / speed
                     go_on = partial(self._arrange, use, tensor, context, micro_batch)
@@ -218,7 +219,7 @@ class _Search:
         if self.objective == "pareto" and self._is_beaten(self.candidates.bound(mesh), mesh.use.counts):
             return
         for schedule, virtual in schedules:
-            chosen = replace(mesh, schedule=schedule, virtual=virtual)
+            chosen = mesh._replace(schedule=schedule, virtual=virtual)
             bound = self.candidates.bound(chosen) * self._weight_of(mesh.placement)
             if not self._is_beaten(bound, mesh.use.counts):
                 self._push(bound, partial(self._balance, chosen, bound))
@@ -256,7 +257,7 @@ class _Search:
 
     def _keep(self, mesh: MeshCandidate, layout: Layout, quick: bool) -> None:
         if quick:
-            bound = self.candidates.step(layout).bound(self.recipe.model.layers) * self._weight_of(layout.placement)
+            bound = self.candidates.predictor(layout).bound(layout) * self._weight_of(layout.placement)
             if self._is_beaten(bound, mesh.use.counts):
                 return
             layout = self.candidates.refined(layout, partition.QUICKLY)

@@ -9,8 +9,6 @@ are added per rank, because ranks that finish early wait for late ones anyway.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from steelyard.planning import pipeline_sim
 from steelyard.planning.communication import Ring
 from steelyard.planning.cost_table import CostTable, Parts, PassCopies
@@ -27,10 +25,10 @@ class StepCost:
         free = (0.0,) * len(table.send)
         self.send = free if table.waits_to_send else table.send
         self.receive = table.send if table.waits_to_send and table.waits_to_receive else ()
-        # A search asks for these thousands of times: passes by stage and layers, and what follows by rank and layers.
+        # A search asks for these thousands of times: passes by stage and by kind of rank, and what follows them.
         self._stages: list[dict[int, tuple[float, float, float]]] = [{} for _ in range(table.pipeline * table.virtual)]
-        self._copies: dict[int, PassCopies] = {}
-        self._after: dict[tuple[int, int], tuple[float, float]] = {}
+        self._kinds: dict[tuple[int, int, int], tuple[float, float, float]] = {}
+        self._after: dict[tuple[int, int, int], tuple[float, float]] = {}
 
     def times(self, counts: tuple[int, ...]) -> Times:
         """Seconds of each stage's passes and of the sends between stages."""
@@ -48,28 +46,32 @@ class StepCost:
         return found
 
     def _stage(self, stage: int, layers: int) -> tuple[float, float, float]:
-        rank, end = stage % self.table.pipeline, (stage == 0) + 2 * (stage == len(self._stages) - 1)
-        forward, backward = self._with_copies(rank, layers, end)
-        weights = layers * self.table.stages[rank].layer.weights if self.splits else 0.0
+        table, end = self.table, (stage == 0) + 2 * (stage == len(self._stages) - 1)
+        forward, backward, weights = self._without_waits(stage % table.pipeline, layers, end)
+        if not table.waits_to_send:
+            return forward, backward, weights
         ahead, behind = self._waits(stage)
-        return forward + ahead, backward - weights + behind, weights
+        return forward + ahead, backward + behind, weights
+
+    def _without_waits(self, rank: int, layers: int, end: int) -> tuple[float, float, float]:
+        """The same without waits, computed once for each kind of rank; `end` as in `StageCost.passes`."""
+        key = (self.table.kinds[rank], layers, end)
+        if key not in self._kinds:
+            forward, backward = self._with_copies(rank, layers, end)
+            weights = layers * self.table.stages[rank].layer.weights if self.splits else 0.0
+            self._kinds[key] = forward, backward - weights, weights
+        return self._kinds[key]
 
     def _with_copies(self, rank: int, layers: int, end: int = 0) -> tuple[float, float]:
         """Seconds of the passes of a rank's stage; `end` as in `StageCost.passes`."""
         table = self.table
         if not table.copies:
             return table.stages[rank].passes(layers, end)
-        forward, backward, ends_forward, ends_backward = self._copies_of(rank)
+        forward, backward, ends_forward, ends_backward = PassCopies.of(table.params[rank], table.copies[rank])
         copies = (layers * forward, layers * backward)
         if end:
             copies = (copies[0] + ends_forward, copies[1] + ends_backward)
         return table.stages[rank].passes(layers, end, copies)
-
-    def _copies_of(self, rank: int) -> PassCopies:
-        known = self._copies.get(rank)
-        if known is None:
-            known = self._copies[rank] = PassCopies.of(self.table.params[rank], self.table.copies[rank])
-        return known
 
     def _waits(self, stage: int) -> tuple[float, float]:
         """Seconds of a stage's forward and backward pass during which its rank is blocked by a send."""
@@ -99,8 +101,10 @@ class StepCost:
 
     def after(self, counts: tuple[int, ...], times: Times, rank: int) -> tuple[float, float]:
         """Seconds of a pipeline rank after its last backward pass: gradient reduction, and the optimizer update."""
-        key = (rank, sum(counts[rank :: self.table.pipeline]))
-        if self.table.pipeline == 1 or key not in self._after:
+        pipeline = self.table.pipeline
+        end = rank if rank in (0, pipeline - 1) else -1
+        key = (self.table.kinds[rank], sum(counts[rank::pipeline]), end)
+        if pipeline == 1 or key not in self._after:
             self._after[key] = self._after_passes(counts, times, rank)
         return self._after[key]
 
@@ -170,57 +174,6 @@ class StepCost:
         bound = pipeline_sim.at_least(passes, self.send, self.receive, table.pipeline, table.micro_batches)
         return bound + table.overhead
 
-    def bound(self, layers: int) -> float:
-        """A lower bound for the step over all partitions of `layers` layers.
-
-        A pipeline rank with k layers finishes no earlier than the time for all micro-batches to pass its k layers, plus
-        the time for the first micro-batch to arrive, plus the reduction of the gradients of k layers. The number of
-        layers that fit into T seconds under these constraints is a linear program. Any feasible solution of its dual
-        gives an upper bound for that number; this one is built from the last rank to the first.
-        """
-        table = self.table
-        virtual, rounds, kinds = table.virtual, table.micro_batches, table.kinds
-        ways = virtual if virtual == 1 else 2 * virtual  # A rank's first stage may hold less than its share.
-        late = table.schedule == "zero-bubble"
-        ways *= 3 if late else 1  # Only the forward pass, about a third of the work, must come before.
-        firsts = [(kinds.index(kind), kind) for kind in set(kinds)]
-        known = {kind: (self._least(rank), self._layer_after(rank)) for rank, kind in firsts}
-        behind, weights = 0.0, [0.0] * len(kinds)
-        for rank in range(len(kinds) - 1, -1, -1):
-            each, after = known[kinds[rank]]
-            weight = (1 - each / ways * behind) / (rounds * each + after)
-            if weight > 0:
-                weights[rank] = weight
-                behind += weight
-        first = table.stages[0].end_seconds(table.stages[0].embedding)
-        last = table.stages[-1].end_seconds(table.stages[-1].head)
-        taken = rounds * (weights[0] * first + weights[-1] * last)
-        there = first / ways
-        for rank in range(1, len(kinds)):
-            there += table.send[rank - 1] * (1 if late else 2)
-            taken += weights[rank] * there
-        return (layers + taken) / behind + table.overhead
-
-    def _least(self, rank: int) -> float:
-        """A lower bound for both passes of a layer."""
-        unit = self.table.stages[rank].layer
-        if not self.table.copies:
-            return unit.least
-        params, copies = self.table.params[rank], self.table.copies[rank]
-        return max(unit.least, unit.forward + unit.backward + copies.of_layer(params.layer, params.experts))
-
-    def _layer_after(self, rank: int) -> float:
-        """The least time that one layer adds after the last backward pass.
-
-        The optimizer update is excluded: while a rank updates, the gradients that it sent are still passing through the
-        ranks before it.
-        """
-        if self.table.pipeline == 1:
-            return 0.0
-        held, ring = self.table.params[rank].layer, self.table.rings[rank]
-        shortest = min(ring.all_reduce(2 * held), ring.gather(4 * held))
-        return shortest - ring.gather(0.0) * 2
-
     def parts(self, counts: tuple[int, ...]) -> Parts:
         """The step by part, on the rank that finishes last."""
         table, times = self.table, self.times(counts)
@@ -233,7 +186,7 @@ class StepCost:
         layer = table.stages[slowest].layer
         tensor = min(busy, table.micro_batches * layers * layer.exchange)
         expert = min(busy - tensor, table.micro_batches * layers * layer.expert)
-        free_sends = replace(times, send=(0.0,) * len(times.send))
+        free_sends = times._replace(send=(0.0,) * len(times.send))
         bubble = pipeline_sim.simulate(free_sends, *self.plan).ends[slowest] - busy
         waits = sum(sum(self._waits(stage)) for stage in range(slowest, len(counts), table.pipeline))
         waits *= 2 if table.waits_to_receive else 1  # What a rank sends to its neighbours, it receives from them.

@@ -51,7 +51,7 @@ class Memory:
     @property
     def total(self) -> int:
         """The peak on the device: the sum of all kinds."""
-        return sum(self.by_kind().values())
+        return int(sum(vars(self).values())) - self.host - self.memory_copies
 
     def by_kind(self) -> dict[str, int]:
         """Bytes on the device, by kind."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 from steelyard.core.recipe.rope_scaling import RopeScaling
@@ -279,7 +280,7 @@ class ModelBlocks:
     embed_scale: float | None = None
     logit_softcap: float | None = None
 
-    @property
+    @cached_property
     def has_experts(self) -> bool:
         """Whether a layer is a mixture of experts."""
         return any(isinstance(layer.mlp, ExpertsBlock) for layer in self.layers)
