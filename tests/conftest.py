@@ -24,7 +24,10 @@ from tests.hub import TOKEN, Hub, serve
 
 VOCAB = 97
 # Few and long, and they share nothing.
-LONG_TESTS = ("tests/test_guides.py", "tests/test_walkthroughs.py", "tests/cli/test_quickstart.py")
+LONG_TESTS = (
+    "tests/test_guides.py", "tests/test_walkthroughs.py", "tests/cli/test_quickstart.py",
+    "tests/training/test_killed.py",
+)  # fmt: skip
 ONE_POOL = "tests/parallel"  # Up to eight ranks at once: two pools on two cores would hinder each other.
 gc.set_threshold(OBJECTS_PER_COLLECTION)  # As in a command.
 if not torch.cuda.is_available():  # Kernels are interpreted then; triton wants to know before it is imported.

@@ -7,19 +7,24 @@ interpreter are forked from it in turn, so that parents, signals and process gro
 
 What a fork cannot show needs a fresh interpreter: which modules a command imports, interpreter options, and variables
 that are read when a module is imported (`READ_AT_IMPORT`). Such commands go to `subprocess` as they are.
+
+A host of the lab's cluster has a loaded process too (`listen`). Slurm starts node agents there, not a test, so
+`tests/warm/sitecustomize.py` has each of them run as a fork of that process, and their ranks are forks in turn.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import faulthandler
 import gc
 import importlib
 import importlib.util
+import io
+import json
 import multiprocessing.process
 import os
-import pickle
 import pkgutil
 import runpy
 import select
@@ -38,9 +43,11 @@ from typing import Any, NoReturn
 
 # Not the Hugging Face libraries': nothing in ALSO or Steelyard imports those before they are used.
 READ_AT_IMPORT = ("PYTHON", "TRITON_", "TORCH_LOGS", "LD_", "MKL_")
+UNBUFFERED = "PYTHONUNBUFFERED"
 UNDERSTOOD = {"-P", "-u", "-B"}
 ROOT = Path(__file__).parent.parent
 REQUEST_BYTES = 1 << 20
+ROOM = "." * 4000  # An argument of a loaded process, where its forks write their own arguments.
 ALSO = ("torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.pipelining",
         "torch.distributed.run", "optuna", "pyarrow", "safetensors.torch", "sqlalchemy", "tokenizers")  # fmt: skip
 
@@ -111,8 +118,8 @@ def python_arguments(command: Any, env: Mapping[str, str] | None) -> list[str] |
     given = dict(os.environ if env is None else env)
     if given.get("PYTHONPATH") == str(ROOT):  # Where Steelyard comes from anyway.
         del given["PYTHONPATH"]
-    changed = (name for name in {*given, *os.environ} if given.get(name, "") != os.environ.get(name, ""))
-    return None if any(name.startswith(READ_AT_IMPORT) for name in changed) else words
+    changed = {name for name in {*given, *os.environ} if given.get(name, "") != os.environ.get(name, "")}
+    return None if any(name.startswith(READ_AT_IMPORT) for name in changed - {UNBUFFERED}) else words
 
 
 class _Forking(_RealPopen):
@@ -198,20 +205,49 @@ class Server:
                 f"import sys; sys.path[:0] = [{str(ROOT)!r}]; import tests.preloaded as p; p.serve({theirs.fileno()})"
             )
             self._process = _RealPopen(
-                [sys.executable, "-P", "-c", code], cwd=ROOT, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL, start_new_session=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
+                [sys.executable, "-P", "-c", code, ROOM], cwd=ROOT, pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
             )  # fmt: skip
 
     def fork(self, request: dict[str, Any], streams: list[int]) -> socket.socket:
         """Have the server fork; the connection returned says the number of the process, then its wait status."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, self._lock:
-            socket.send_fds(self._ours, [pickle.dumps(request)], [theirs.fileno(), *streams])
+            socket.send_fds(self._ours, [json.dumps(request).encode()], [theirs.fileno(), *streams])
         return ours
 
 
 def serve(descriptor: int) -> None:
     """Import everything once, then fork on request and report how the forks end, until the other end is closed."""
+    _import_all()
+    with socket.socket(fileno=descriptor) as channel:
+        forks = _Forks(channel)
+        while True:
+            forks.wait()
+            data, descriptors, _, _ = socket.recv_fds(channel, REQUEST_BYTES, 4)
+            if not data:
+                return
+            forks.add(socket.socket(fileno=descriptors[0]), json.loads(data), descriptors[1:])
+
+
+def listen(path: str) -> NoReturn:
+    """The same for processes that connect, such as the node agents of a host; a fork ends with its connection."""
+    Path(path).unlink(missing_ok=True)
+    channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    channel.bind(path)
+    channel.listen()
+    _import_all()
+    forks = _Forks(channel, end_with_connection=True)
+    while True:
+        forks.wait()
+        connection, _ = channel.accept()
+        data, streams, _, _ = socket.recv_fds(connection, REQUEST_BYTES, 3)
+        if data:
+            forks.add(connection, json.loads(data), streams)
+
+
+def _import_all() -> None:
     import steelyard
 
     for module in (*ALSO, *(found.name for found in pkgutil.walk_packages(steelyard.__path__, "steelyard."))):
@@ -219,32 +255,45 @@ def serve(descriptor: int) -> None:
             importlib.import_module(module)
     gc.collect()
     gc.freeze()
-    channel = socket.socket(fileno=descriptor)
-    woken, waker = socket.socketpair()
-    woken.setblocking(False), waker.setblocking(False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
-    ends: dict[int, socket.socket] = {}
-    while True:
-        ready, _, _ = select.select([channel, woken], [], [])
-        if woken in ready:
-            woken.recv(4096)
-            while ends and (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                with ends.pop(ended[0]) as end:
-                    _send(end, ended[1])
-        if channel in ready:
-            data, descriptors, _, _ = socket.recv_fds(channel, REQUEST_BYTES, 4)
-            if not data:
+
+
+class _Forks:
+    """The forks of a loaded process, each with a connection that says its number and, in the end, its wait status."""
+
+    def __init__(self, channel: socket.socket, end_with_connection: bool = False) -> None:
+        self._channel, self._end_with_connection = channel, end_with_connection
+        self._woken, waker = socket.socketpair()
+        self._woken.setblocking(False), waker.setblocking(False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
+        self._waker = waker
+        self._ends: dict[int, socket.socket] = {}
+
+    def wait(self) -> None:
+        """Report how forks end, until a request comes."""
+        while True:
+            connections = {end: child for child, end in self._ends.items()} if self._end_with_connection else {}
+            ready, _, _ = select.select([self._channel, self._woken, *connections], [], [])
+            for end in connections.keys() & set(ready):  # Nothing more is said there, so it is closed.
+                os.kill(connections[end], signal.SIGKILL)
+                self._ends[connections[end]] = socket.socket()
+            if self._woken in ready:
+                self._woken.recv(4096)
+                while self._ends and (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                    with self._ends.pop(ended[0]) as end:
+                        _send(end, ended[1])
+            if self._channel in ready:
                 return
-            end = socket.socket(fileno=descriptors[0])
-            child = os.fork()
-            if child == 0:
-                signal.set_wakeup_fd(-1)
-                become(pickle.loads(data), descriptors[1:])
-            for stream in descriptors[1:]:
-                os.close(stream)
-            ends[child] = end
-            _send(end, child)
+
+    def add(self, end: socket.socket, request: dict[str, Any], streams: Sequence[int]) -> None:
+        child = os.fork()
+        if child == 0:
+            signal.set_wakeup_fd(-1)
+            become(request, streams)
+        for stream in streams:
+            os.close(stream)
+        self._ends[child] = end
+        _send(end, child)
 
 
 def _send(end: socket.socket, number: int) -> None:
@@ -297,9 +346,20 @@ def _take_over(request: dict[str, Any], streams: Sequence[int], pass_fds: Sequen
     multiprocessing.process.ORIGINAL_DIR = request["cwd"]
     os.environ.clear()
     os.environ.update(request["env"])
+    if os.environ.get(UNBUFFERED):
+        sys.stdout = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), encoding="utf-8", write_through=True)
+    _show(request["command"])
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1))
     sys.orig_argv = request["command"]
     subprocess.Popen = Nested
+
+
+def _show(command: Sequence[str]) -> None:
+    """Have `ps` and /proc show a command for this process, where its arguments lie in memory."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = map(int, fields[45:47])
+    shown = b"\0".join(map(os.fsencode, command))[: end - start - 1]
+    ctypes.memmove(start, shown.ljust(end - start, b"\0"), end - start)
 
 
 def _exit_code(words: list[str]) -> int:

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-import steelyard
 from tests import preloaded
 from tests.cluster.lab import Lab, reason_to_skip
 from tests.conftest import write_tokens
@@ -80,6 +79,7 @@ partition = "a10"
 [yard.environment]
 OMP_NUM_THREADS = "1"
 PYTHONPATH = "{source}"
+STEELYARD_TESTS_WARM = "{warm}"
 
 [apart.slurm]
 cpus_per_rank = 1
@@ -88,6 +88,7 @@ heterogeneous = "several-jobs"
 [apart.environment]
 OMP_NUM_THREADS = "1"
 PYTHONPATH = "{source}"
+STEELYARD_TESTS_WARM = "{warm}"
 """
 OVER_MPI = """
 [hosts.environment]
@@ -101,6 +102,7 @@ hosts = ["10.214.0.11", "10.214.0.21"]
 options = ["--mca", "plm_rsh_agent", "{rsh}"]
 """
 STEPS = 120
+WARM = preloaded.ROOT / "tests" / "warm"  # its sitecustomize.py
 
 
 @pytest.fixture(scope="session")
@@ -116,6 +118,25 @@ def lab() -> Iterator[Lab]:
         made.stop()
 
 
+FAILED = pytest.StashKey[bool]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """Remember for `no_job_is_left` whether a test failed."""
+    report = yield
+    item.stash[FAILED] = item.stash.get(FAILED, False) or report.failed
+    return report
+
+
+@pytest.fixture(autouse=True)
+def no_job_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A failed test leaves jobs, for whose nodes later tests would wait."""
+    yield
+    if request.node.stash.get(FAILED, False) and "lab" in request.fixturenames:
+        request.getfixturevalue("lab").client("scancel", "--user=root")
+
+
 @dataclass
 class Yard:
     """A folder that all nodes see, and the real command in it."""
@@ -125,8 +146,11 @@ class Yard:
 
     @property
     def environment(self) -> dict[str, str]:
-        source = str(Path(steelyard.__file__).parent.parent)
-        own = {"PATH": f"{self.lab.bin}:{os.environ['PATH']}", "PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
+        own = {
+            "PATH": f"{self.lab.bin}:{os.environ['PATH']}",
+            "PYTHONPATH": str(preloaded.ROOT),
+            "OMP_NUM_THREADS": "1",
+        }
         # Whatever a test has set since the cluster began counts too.
         return self.lab.environment | os.environ | own | {"XDG_CONFIG_HOME": str(self.path / "config")}
 
@@ -283,7 +307,7 @@ def yard(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Yard:
     (path / "cluster.toml").write_text(CLUSTER)
     (path / "config" / "steelyard").mkdir(parents=True)
     (path / "config" / "steelyard" / "sites.toml").write_text(
-        SITES.format(source=Path(steelyard.__file__).parent.parent)
+        SITES.format(source=f"{WARM}:{preloaded.ROOT}", warm=lab.warm)
     )
     return Yard(path, lab)
 

@@ -17,12 +17,14 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from steelyard.core.host import die_with_parent
+from tests import preloaded
 
 NODES = {"a1": 11, "a2": 12, "b1": 21, "b2": 22}
 HOSTS = {"ctl": 1, **NODES}
@@ -46,9 +48,10 @@ class Lab:
         self.folder = Path(tempfile.mkdtemp(prefix="yard-", dir="/tmp"))
         self.folder.chmod(0o755)
         self.bin = self.folder / "bin"
+        self.warm = self.folder / "warm"
         self.boxes: dict[str, tuple[int, str]] = {}
         self.holders: dict[str, subprocess.Popen] = {}
-        self.environment = os.environ | {"SLURM_CONF": str(self.folder / "slurm.conf")}
+        self.environment = os.environ | {"SLURM_CONF": str(self.folder / "slurm.conf"), "OMP_NUM_THREADS": "1"}
 
     def start(self) -> None:
         """From nothing to four idle nodes."""
@@ -83,6 +86,10 @@ class Lab:
             self._enter(node, "ip", "addr", "add", f"{NETWORK}.{NODES[node]}/24", "dev", "eth0")
             self._enter(node, "ip", "link", "set", "eth0", "up")
         self._enter(node, "slurmd", "-N", node)
+        self._enter(
+            node, "setsid", "-f", "bash", "-c", 'exec "$@" >"$0" 2>&1 </dev/null', f"{self.folder}/log/warm.{node}",
+            sys.executable, "-P", "-c", LOADED, str(preloaded.ROOT), f"{self.warm}.{node}", preloaded.ROOM,
+        )  # fmt: skip
 
     def power_off(self, node: str) -> None:
         """Take a node's power away: everything on it is gone at once, and says nothing any more.
@@ -203,6 +210,8 @@ class Lab:
         (folder / "rsh").chmod(0o755)
 
 
+# Where node agents and their ranks are forked from; see tests/preloaded.py.
+LOADED = "import sys; sys.path.insert(0, sys.argv[1]); from tests import preloaded; preloaded.listen(sys.argv[2])"
 # A node uses the real clients, so the folder of those that enter the controller's box is empty there.
 INIT = """hostname "$1"
 ip link set lo up

@@ -1,6 +1,7 @@
 """Jobs that a real Slurm stops on its own account: they save, give way, are queued again, and lose no step."""
 
 import json
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -13,6 +14,18 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 ALIKE = ("alike.toml", "parallel.data=2", "--nodes", "2")
 MIXED = ("mixed.toml", "--cluster", "cluster.toml")
 LONG = (f"train.steps={STEPS}", "checkpoint.every=0", "--on", "slurm")  # Only a warning makes it save.
+
+
+@pytest.fixture(autouse=True, scope="module")
+def processes_of_slurm(yard: Yard, undisturbed: Path, undisturbed_mixed: Path) -> Iterator[None]:
+    """No forks of loaded processes: Slurm signals, and lets go on, every process of a job, ranks included.
+
+    The undisturbed runs, which come first, may be forks.
+    """
+    off = yard.lab.warm.with_suffix(".off")
+    off.touch()
+    yield
+    off.unlink()
 
 
 def test_a_preempted_job_saves_gives_way_and_goes_on(yard: Yard, undisturbed: Path):
