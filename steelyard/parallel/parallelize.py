@@ -17,11 +17,12 @@ from steelyard.parallel.param_shards import ParamShard, parts_of
 from steelyard.parallel.pipeline_parallel import Pipeline, slices
 from steelyard.sizes.stage_layers import partition_of
 
-# Autotune the kernels that the compiler generates. Gains: docs/finetune.md.
-COMPILING: dict[str, Any] = {
-    "max_autotune_pointwise": True,
-    "triton.mix_order_reduction_autotune_split_size": True,
-}
+
+def compile_options(recipe: Recipe) -> dict[str, Any]:
+    """How the compiler chooses its kernels: it times a few of each, or searches. Gains: docs/benchmarks.md."""
+    if recipe.train.tune_kernels:
+        return {"coordinate_descent_tuning": True}
+    return {"max_autotune_pointwise": True, "triton.mix_order_reduction_autotune_split_size": True}
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def assemble(
         activation_checkpoint.apply(model, parallel.recompute)
         if compiled:
             for layer in model.layers.values():
-                layer.compile(options=COMPILING)
+                layer.compile(options=compile_options(recipe))
         gradients = torch.bfloat16 if recipe.optim.gradients == "bf16" else torch.float32
         fsdp.materialise(model, device, mesh, parallel.zero, gradients)
         stages[number] = model

@@ -25,7 +25,7 @@ from steelyard.core.recipe.blocks import ExpertsBlock, LayerBlock
 from steelyard.core.run import now
 from steelyard.model import StageSpec
 from steelyard.model.transformer import TransformerLayer
-from steelyard.parallel.parallelize import COMPILING
+from steelyard.parallel.parallelize import compile_options
 from steelyard.sizes.gpu_catalogue import by_device_name
 from steelyard.sizes.param_count import expert_keys
 from steelyard.training import bandwidth_probe
@@ -129,7 +129,7 @@ def _layer(recipe: Recipe, device: torch.device, size: tuple[int, int], budget: 
         torch.nn.init.normal_(parameter, std=0.02)
     if devices.compiles(recipe, device):
         for layer in built.layers.values():
-            layer.compile(options=COMPILING)
+            layer.compile(options=compile_options(recipe))
     shape = (micro_batch, recipe.data.sequence_length, recipe.model.hidden)
     stream = torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
     gradient = torch.randn(shape, device=device, dtype=dtype)

@@ -3,12 +3,14 @@
 import numpy as np
 import pytest
 import torch
+import torch._inductor
 
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import load_recipe
 from steelyard.finetuning.lora_extension import Adapting
 from steelyard.model import Batch
 from steelyard.parallel import mesh
+from steelyard.parallel.parallelize import compile_options
 from steelyard.sparsity import sparsity_extension
 from steelyard.tokens.dataloader import columns
 from steelyard.training.engine import Engine
@@ -72,3 +74,11 @@ def test_packed_documents_are_refused():
     tokens = torch.zeros(1, 4, dtype=torch.int64)
     with pytest.raises(UserError, match="packed documents"):
         graph(Batch(tokens, document_starts_BN=tokens), torch.ones(()))
+
+
+def test_torch_knows_the_options_of_compiled_layers():
+    plain, tuned = (
+        set(compile_options(load_recipe("gpt2-small", [f"train.tune_kernels={value}"]))) for value in ("false", "true")
+    )
+    assert plain != tuned
+    assert plain | tuned <= set(torch._inductor.list_options())

@@ -37,6 +37,9 @@ class TrainSection(Section):
     )
     device: Literal["auto", "cpu", "cuda"] = "auto"
     compile: bool | None = Field(None, description="torch.compile for each layer; default: true on a GPU")
+    tune_kernels: bool = Field(
+        False, description="let the compiler search for faster launches of its kernels: a minute once, 1 to 2% per step"
+    )
     cuda_graph: bool = Field(
         False, description="replay the passes as a CUDA graph, if a step waits for the host; one GPU, rows of one size"
     )
