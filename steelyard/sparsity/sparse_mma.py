@@ -138,10 +138,18 @@ def counters(device: torch.device) -> Tensor:
 
 @triton.jit
 def _four(address):
-    """Load sixteen bytes as four words, which the kernel before may have written."""
+    """Load sixteen bytes as four words, which the kernel before may have written: from an address of `_after_wait`."""
     return tl.inline_asm_elementwise(
         "ld.global.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,l", [address],
-        dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,
+        dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _after_wait(address):
+    """The same address, computed after `wait_for_previous`: loads from it stay behind the wait, in any order."""
+    return tl.inline_asm_elementwise(
+        "mov.b64 $0, $1;", "=l,l", [address], dtype=tl.int64, is_pure=False, pack=1,
     )  # fmt: skip
 
 
@@ -342,6 +350,7 @@ def multiply_few(
     if early:
         let_next_start()
         wait_for_previous()
+        inputs_at = _after_wait(inputs_at)
     for _ in range(1, steps):
         totals = _add_piece(totals, held, inputs_at, odd, piece, kind, stored, more, tiles)
         piece += along
