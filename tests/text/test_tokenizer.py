@@ -252,6 +252,9 @@ def test_a_folder_without_a_tokenizer_says_so(tmp_path):
         tokenizers.load_tokenizer(tmp_path)
     with pytest.raises(UserError, match=r"merges\.txt"):
         tokenizers.load_tokenizer(f"{tmp_path}/vocab.json,{tmp_path}/merges.txt")
+    with pytest.raises(UserError, match="GGUF") as refused:
+        tokenizers.load_tokenizer(tmp_path / "model.gguf")
+    assert "--to hf" in str(refused.value)
 
 
 def test_an_export_does_not_write_over_anything(trained, tmp_path):

@@ -19,6 +19,11 @@ def load_tokenizer(source: str | Path) -> Tokenizer:
     path = Path(text).expanduser()
     if path.is_dir():
         return _from_folder(path)
+    if path.suffix == ".gguf":
+        raise UserError(
+            "a GGUF file is a checkpoint, not a tokenizer", where=text,
+            hint=f"its tokenizer is in the folder that `steelyard checkpoint convert {text} FOLDER --to hf` writes",
+        )  # fmt: skip
     if path.is_file():
         return sentencepiece_model.from_file(path) if path.suffix == ".model" else json_file.from_file(path)
     vocab, comma, merges = text.partition(",")
