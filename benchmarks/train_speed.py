@@ -49,7 +49,6 @@ SHAPES = {
     "smollm2": ("smollm2-135m", ["data.sequence_length=1024", "train.micro_batch=16", "train.global_batch=16"]),
     "tiny": ("quickstart", ["train.micro_batch=2", "train.global_batch=2", "train.device=cpu"]),
 }
-RECORD_EVERY = 5  # steps of the whole command
 
 
 def main() -> None:
@@ -131,11 +130,11 @@ def whole_command(recipe: Recipe, steps: int, warmup: int) -> tuple[float, float
         write_index(prefix, lambda: iter([np.array([len(tokens)], dtype=np.int32)]), tokens.dtype)
         settings = [
             f"data.train={prefix}", "data.split=100,0,0", "data.tokenizer=none", f"train.steps={steps + warmup}",
-            "checkpoint.every=0", "eval.every=0", f"log.every={RECORD_EVERY}", "optim.warmup_steps=0",
+            "checkpoint.every=0", "eval.every=0", "optim.warmup_steps=0",
         ]  # fmt: skip
         run = training.run(load_recipe(recipe.settings(), settings), Path(folder) / "run")
         records = [each for each in run.metrics() if "loss" in each]
-    seconds = statistics.median(each["seconds"] for each in records if each["step"] > warmup + RECORD_EVERY)
+    seconds = statistics.median(each["seconds"] for each in records if each["step"] >= warmup + recipe.log.every)
     return seconds, memory(), [each["loss"] for each in records]
 
 
