@@ -31,6 +31,7 @@ def parent_of(process: int) -> int:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_forked_agent_gets_signals_and_dies_with_the_process_it_stands_for(tmp_path, number):
+    (tmp_path / "logs").mkdir()  # As in every run folder.
     place = tmp_path / "warm"
     socket_path = f"{place}.{socket.gethostname()}"
     words = [sys.executable, "-P", "-c", LOADED, str(preloaded.ROOT), socket_path, preloaded.ROOM]

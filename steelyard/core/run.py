@@ -16,6 +16,7 @@ which the kernel releases when that process dies. A run whose manifest says `run
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import platform
@@ -220,6 +221,7 @@ def _is_empty(path: Path) -> bool:
     return path.is_dir() and not any(path.iterdir())
 
 
+@functools.cache
 def versions() -> dict[str, str]:
     """Versions of Steelyard, Python and the libraries."""
     from importlib import metadata

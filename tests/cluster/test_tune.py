@@ -71,8 +71,9 @@ def test_a_tuner_killed_twice_has_its_job_taken_up_and_nodes_follow_from_the_lay
         two = [*command, "--workers", "2"]
         tuner = subprocess.Popen(two, cwd=yard.path, env=yard.environment, stdout=log, stderr=log)
     try:
-        yard.until_step(run, 5)
-        yard.lab.until(lambda: len(set(launches(study).values())) == 2, "the job of the second worker", 240)
+        with yard.held(run):  # So that the first job does not end before the tuner is killed.
+            yard.lab.until(lambda: len(set(launches(study).values())) == 2, "the job of the second worker", 240)
+            kill(tuner)
     finally:
         kill(tuner)
     reported = json.loads(yard.steelyard("tune", "jobs.toml", "--json", "--workers", "2").stdout)

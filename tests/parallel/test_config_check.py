@@ -6,13 +6,13 @@ import pytest
 
 from steelyard.training import config_check
 from tests.parallel import jobs
-from tests.parallel.conftest import THREE_STEPS, Layouts
+from tests.parallel.conftest import TWO_STEPS, Layouts
 
 pytestmark = pytest.mark.timeout(600)  # The first of these tests imports everything for the pool.
 
 
 def test_ranks_that_read_different_recipes_name_what_differs_and_write_nothing(layouts: Layouts):
-    ours = [*THREE_STEPS, "optim.clip=0.5"]
+    ours = [*TWO_STEPS, "optim.clip=0.5"]
     stale = [*ours, "train.micro_batch=2", "train.seed=7"]
     said = layouts.ranks.do(2, jobs.training_by_another_recipe, [ours, stale], "astray")
     here = socket.gethostname()
@@ -28,7 +28,7 @@ def test_ranks_that_read_different_recipes_name_what_differs_and_write_nothing(l
 
 def test_a_copy_of_the_recipe_and_of_its_files_elsewhere_is_the_same_recipe(layouts: Layouts):
     elsewhere = ["name=copied", "site.slurm.account=other", f"data.train={layouts.folder / 'tokens_text_document'}"]
-    said = layouts.ranks.do(2, jobs.training_by_another_recipe, [THREE_STEPS, [*THREE_STEPS, *elsewhere]], "copied")
+    said = layouts.ranks.do(2, jobs.training_by_another_recipe, [TWO_STEPS, [*TWO_STEPS, *elsewhere]], "copied")
     assert said == ["trained", "trained"]
 
 

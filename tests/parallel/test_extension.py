@@ -13,7 +13,7 @@ from steelyard.model import LanguageModel
 from steelyard.parallel.param_shards import ParamShard
 from steelyard.training.extension import Extension
 from tests.parallel import jobs
-from tests.parallel.conftest import FAMILIES, THREE_STEPS, Layouts, difference
+from tests.parallel.conftest import FAMILIES, TWO_STEPS, Layouts, difference
 from tests.parallel.test_layouts import parallel
 from tests.parallel.test_settings import SGD, SGD_ROUNDING
 
@@ -117,7 +117,7 @@ def test_ranks_agree_to_stop_in_a_validation_when_one_of_them_is_signalled(layou
     # With two ranks of data a part is 2 x 2 samples, in a pipeline 8 samples.
     batches = {"zero 3": 2, "pipeline": 4}[layout]
     overrides = [*overrides, f"eval.batches={batches}", *VALIDATED_HALF_WAY]
-    settings = [*THREE_STEPS, FAMILIES["gpt"], *overrides]
+    settings = [*TWO_STEPS, FAMILIES["gpt"], *overrides]
     path = f"signalled-{layout.replace(' ', '-')}"
     said = layouts.ranks.do(size, jobs.interrupted_training, settings, path, RankOneSignalled())
     assert [message.split(";")[0] for message in said] == ["saved step 2 of 4"] * size

@@ -7,7 +7,7 @@ import pytest
 
 from steelyard.core.run import Run
 from tests.parallel import jobs
-from tests.parallel.conftest import THREE_STEPS, Layouts, difference
+from tests.parallel.conftest import TWO_STEPS, Layouts, difference
 from tests.parallel.test_layouts import LAYOUTS
 from tests.parallel.test_settings import SGD
 
@@ -18,7 +18,7 @@ CHOSEN = ["zero 3 on 2", "sequence"]
 
 def train(layouts: Layouts, size: int, name: str, *overrides: str) -> list[dict]:
     path = f"fp8-{name}".replace(" ", "-")
-    settings = [*THREE_STEPS, WIDE, *SGD, *overrides]
+    settings = [*TWO_STEPS, WIDE, *SGD, *overrides]
     layouts.ranks.do(size, jobs.training_in_fp8, settings, path)
     return Run.open(layouts.folder / path).metrics()
 

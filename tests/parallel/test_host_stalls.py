@@ -12,7 +12,7 @@ from steelyard.training import garbage
 from steelyard.training.engine import Engine
 from steelyard.training.extension import Extension
 from tests.parallel import jobs
-from tests.parallel.conftest import FAMILIES, THREE_STEPS, Layouts, difference
+from tests.parallel.conftest import FAMILIES, TWO_STEPS, Layouts, difference
 from tests.parallel.test_settings import SGD_ROUNDING
 
 COLLECTIVES = ("all_reduce", "all_gather", "broadcast", "barrier", "all_gather_object", "broadcast_object_list")
@@ -28,7 +28,7 @@ class RankOneSignalled(Extension):
 
 def test_a_signal_to_one_rank_stops_all_after_the_same_step_and_the_run_resumes(layouts: Layouts):
     plain = ["train.steps=4", "eval.every=0"]
-    settings = [*THREE_STEPS, FAMILIES["gpt"], "parallel.zero=1", *plain]
+    settings = [*TWO_STEPS, FAMILIES["gpt"], "parallel.zero=1", *plain]
     said = layouts.ranks.do(2, jobs.interrupted_training, settings, "signalled-step", RankOneSignalled())
     assert [message.split(";")[0] for message in said] == ["saved step 3 of 4"] * 2
     run = layouts.run(2, "gpt", "parallel.zero=1", *plain, path="signalled-step")
@@ -88,7 +88,7 @@ def counting_training(overrides: list[str], run: str) -> str:
 
 
 def test_no_rank_waits_for_another_between_steps_and_none_collects_garbage(layouts: Layouts):
-    settings = [*THREE_STEPS, FAMILIES["gpt"], "parallel.zero=1", "eval.every=0", "train.steps=6", "log.every=6"]
+    settings = [*TWO_STEPS, FAMILIES["gpt"], "parallel.zero=1", "eval.every=0", "train.steps=6", "log.every=6"]
     layouts.ranks.do(2, counting_training, settings, "counted")
     [record] = [record for record in Run.open(layouts.folder / "counted").metrics() if "loss" in record]
     assert (record["blocking"], record["started"], record["collected"]) == (0, 3, 0)

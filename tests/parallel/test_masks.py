@@ -19,7 +19,7 @@ from tests.parallel.test_settings import SGD
 
 MASKS = [
     "sparsity.method=learned", "sparsity.temperature=[4.0, 0.5]", "sparsity.weight_reg=[1e-2, 1e-3]",
-    "train.steps=3", "train.global_batch=4", "eval.every=0", "eval.batches=1",
+    "train.global_batch=4", "eval.every=0",
 ]  # fmt: skip
 ROUNDING = 1e-5
 FLIPPED = 3e-4  # three groups in ten thousand whose two best logits are as good as equal

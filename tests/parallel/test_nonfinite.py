@@ -9,7 +9,7 @@ import torch
 from steelyard import checkpoint
 from steelyard.training.extension import Extension
 from tests.parallel import jobs
-from tests.parallel.conftest import FAMILIES, THREE_STEPS, Layouts
+from tests.parallel.conftest import FAMILIES, TWO_STEPS, Layouts
 from tests.parallel.test_layouts import parallel
 
 FEW = ["train.steps=4", "eval.every=0", "train.micro_batch=2"]
@@ -92,7 +92,7 @@ def test_a_rank_whose_results_alone_are_not_finite_has_a_persistent_fault(layout
 @pytest.mark.parametrize("layout", ["zero 3", "pipeline"])
 def test_all_ranks_refuse_to_save_what_is_not_finite_on_one(layouts: Layouts, layout: str):
     size, overrides = CAUSES[layout]
-    settings = [*THREE_STEPS, FAMILIES["llama"], *FEW, *overrides, "checkpoint.every=2"]
+    settings = [*TWO_STEPS, FAMILIES["llama"], *FEW, *overrides, "checkpoint.every=2"]
     path = f"unsaved-{layout}"
     failures = layouts.ranks.do(size, jobs.failing_training, settings, path, FaultyWeight())
     for kind, message, shared in failures:
@@ -111,7 +111,7 @@ def test_all_ranks_refuse_a_checkpoint_of_which_one_reads_a_nan(layouts: Layouts
     checkpoint.load(saved, tensors)
     tensors["model.layers.3.mlp.up.weight"][-1] = math.nan
     checkpoint.save(run.checkpoints, tensors, saved.state, keep_last=9)
-    settings = [*THREE_STEPS, FAMILIES["llama"], *FEW, *overrides]
+    settings = [*TWO_STEPS, FAMILIES["llama"], *FEW, *overrides]
     failures = layouts.ranks.do(size, jobs.failing_training, settings, run.path.name)
     assert {kind for kind, _, _ in failures} == {"UserError"}
     assert all("NaN or infinite values in model.layers.3.mlp.up.weight" in message for _, message, _ in failures)
@@ -123,7 +123,7 @@ def test_all_ranks_refuse_a_save_that_one_reads_back_damaged_and_keep_the_one_be
     layouts: Layouts, damaged_rank: int
 ):
     settings = [
-        *THREE_STEPS,
+        *TWO_STEPS,
         FAMILIES["llama"],
         *FEW,
         *parallel(zero=3),
