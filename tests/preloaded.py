@@ -37,7 +37,7 @@ import time
 import traceback
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -47,6 +47,11 @@ UNBUFFERED = "PYTHONUNBUFFERED"
 UNDERSTOOD = {"-P", "-u", "-B"}
 ROOT = Path(__file__).parent.parent
 REQUEST_BYTES = 1 << 20
+LISTENING = [
+    sys.executable, "-P", "-c",
+    "import sys; sys.path.insert(0, sys.argv[1]); from tests import preloaded; preloaded.listen(sys.argv[2])",
+    str(ROOT),
+]  # fmt: skip
 ROOM = "." * 4000  # An argument of a loaded process, where its forks write their own arguments.
 ALSO = ("torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.pipelining",
         "torch.distributed.run", "optuna", "pyarrow", "safetensors.torch", "sqlalchemy", "tokenizers")  # fmt: skip
@@ -229,6 +234,22 @@ def serve(descriptor: int) -> None:
             if not data:
                 return
             forks.add(socket.socket(fileno=descriptors[0]), json.loads(data), descriptors[1:])
+
+
+@contextlib.contextmanager
+def loaded_host(place: Path) -> Iterator[tuple[int, dict[str, str]]]:
+    """A loaded process of this host: its id, and the variables with which node agents are forks of it."""
+    words = [*LISTENING, f"{place}.{socket.gethostname()}", ROOM]
+    variables = {"PYTHONPATH": f"{ROOT / 'tests' / 'warm'}:{ROOT}", "STEELYARD_TESTS_WARM": str(place)}
+    with _RealPopen(words, env=os.environ | {"OMP_NUM_THREADS": "1"}) as loaded:
+        try:
+            while not Path(words[-2]).exists():
+                if loaded.poll() is not None:
+                    raise ChildProcessError(f"the loaded process ended with {loaded.returncode}")
+                time.sleep(0.05)
+            yield loaded.pid, variables
+        finally:
+            loaded.kill()
 
 
 def listen(path: str) -> NoReturn:

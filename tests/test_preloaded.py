@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -11,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from tests import preloaded
-from tests.cluster.lab import LOADED
 
 RANK = "trap 'echo asked; exit 3' TERM; echo $PPID >agent; while :; do sleep 0.1; done"
 
@@ -32,25 +30,17 @@ def parent_of(process: int) -> int:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_forked_agent_gets_signals_and_dies_with_the_process_it_stands_for(tmp_path, number):
     (tmp_path / "logs").mkdir()  # As in every run folder.
-    place = tmp_path / "warm"
-    socket_path = f"{place}.{socket.gethostname()}"
-    words = [sys.executable, "-P", "-c", LOADED, str(preloaded.ROOT), socket_path, preloaded.ROOM]
-    with subprocess.Popen(words, env=os.environ | {"OMP_NUM_THREADS": "1"}) as loaded:
-        try:
-            until(Path(socket_path).exists, "the loaded process")
-            source = f"{preloaded.ROOT / 'tests' / 'warm'}:{preloaded.ROOT}"
-            agent = subprocess.Popen(
-                [sys.executable, "-P", "-m", "steelyard.launch.node_agent", "--run", ".", "--", "bash", "-c", RANK],
-                cwd=tmp_path, env=os.environ | {"PYTHONPATH": source, "STEELYARD_TESTS_WARM": str(place)},
-            )  # fmt: skip
-            until(lambda: (tmp_path / "agent").is_file() and (tmp_path / "agent").read_text(), "the rank")
-            fork = int((tmp_path / "agent").read_text())
-            assert fork != agent.pid
-            assert parent_of(fork) == loaded.pid
-            agent.send_signal(number)
-            assert agent.wait(timeout=120) == (3 if number == signal.SIGTERM else -signal.SIGKILL)
-            until(lambda: not Path(f"/proc/{fork}").exists(), "the end of the fork")
-            if number == signal.SIGTERM:
-                assert "asked" in "".join(path.read_text() for path in (tmp_path / "logs").glob("*.out"))
-        finally:
-            loaded.kill()
+    with preloaded.loaded_host(tmp_path / "warm") as (loaded, variables):
+        agent = subprocess.Popen(
+            [sys.executable, "-P", "-m", "steelyard.launch.node_agent", "--run", ".", "--", "bash", "-c", RANK],
+            cwd=tmp_path, env=os.environ | variables,
+        )  # fmt: skip
+        until(lambda: (tmp_path / "agent").is_file() and (tmp_path / "agent").read_text(), "the rank")
+        fork = int((tmp_path / "agent").read_text())
+        assert fork != agent.pid
+        assert parent_of(fork) == loaded
+        agent.send_signal(number)
+        assert agent.wait(timeout=120) == (3 if number == signal.SIGTERM else -signal.SIGKILL)
+        until(lambda: not Path(f"/proc/{fork}").exists(), "the end of the fork")
+        if number == signal.SIGTERM:
+            assert "asked" in "".join(path.read_text() for path in (tmp_path / "logs").glob("*.out"))

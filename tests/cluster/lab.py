@@ -17,7 +17,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -86,9 +85,9 @@ class Lab:
             self._enter(node, "ip", "addr", "add", f"{NETWORK}.{NODES[node]}/24", "dev", "eth0")
             self._enter(node, "ip", "link", "set", "eth0", "up")
         self._enter(node, "slurmd", "-N", node)
-        self._enter(
+        self._enter(  # Where node agents and their ranks are forked from.
             node, "setsid", "-f", "bash", "-c", 'exec "$@" >"$0" 2>&1 </dev/null', f"{self.folder}/log/warm.{node}",
-            sys.executable, "-P", "-c", LOADED, str(preloaded.ROOT), f"{self.warm}.{node}", preloaded.ROOM,
+            *preloaded.LISTENING, f"{self.warm}.{node}", preloaded.ROOM,
         )  # fmt: skip
 
     def power_off(self, node: str) -> None:
@@ -210,8 +209,6 @@ class Lab:
         (folder / "rsh").chmod(0o755)
 
 
-# Where node agents and their ranks are forked from; see tests/preloaded.py.
-LOADED = "import sys; sys.path.insert(0, sys.argv[1]); from tests import preloaded; preloaded.listen(sys.argv[2])"
 # A node uses the real clients, so the folder of those that enter the controller's box is empty there.
 INIT = """hostname "$1"
 ip link set lo up

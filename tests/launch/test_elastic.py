@@ -27,7 +27,7 @@ from steelyard.launch.backends import slurm_script
 from steelyard.launch.job_spec import JobSpec, NodeGroup
 from steelyard.launch.sites import SiteSection
 from tests.conftest import TINY, Workplace, kill
-from tests.preloaded import descendants
+from tests.preloaded import descendants, loaded_host
 from tests.test_guides import commands
 
 pytestmark = pytest.mark.timeout(900)
@@ -60,7 +60,13 @@ def attempts(run: Path) -> list[dict]:
 
 
 def agent_of(run: Path, node: str) -> int:
-    """The process of the node agent of a node."""
+    """The process of the node agent of a node; of a forked agent, the fork."""
+    agents = list(agents_of(run, node))
+    assert agents, f"{node} has no agent"
+    return max(agents, key=lambda process: len(descendants(process)))
+
+
+def agents_of(run: Path, node: str) -> Iterator[int]:
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             words = path.read_bytes().split(b"\0")
@@ -68,8 +74,7 @@ def agent_of(run: Path, node: str) -> int:
             continue
         is_agent = b"steelyard.launch.node_agent" in words and str(run).encode() in words
         if is_agent and words[words.index(b"--name") + 1] == node.encode():
-            return int(path.parent.name)
-    raise AssertionError(f"{node} has no agent")
+            yield int(path.parent.name)
 
 
 def supervisors(run: Path) -> list[int]:
@@ -81,6 +86,19 @@ def supervisors(run: Path) -> list[int]:
             if b"steelyard.launch.elastic" in words and str(run).encode() in words:
                 found.append(int(path.parent.name))
     return found
+
+
+@pytest.fixture(scope="module")
+def loaded_agents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """Variables with which node agents, and so the ranks that train, are forks of a loaded process."""
+    with loaded_host(tmp_path_factory.mktemp("loaded") / "warm") as (_, variables):
+        yield variables
+
+
+@pytest.fixture
+def forked_agents(loaded_agents: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in loaded_agents.items():
+        monkeypatch.setenv(name, value)
 
 
 @pytest.fixture
@@ -301,6 +319,7 @@ def test_a_request_to_save_after_a_signal_is_not_a_second_signal(run: Path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_agents")
 def test_a_run_that_loses_a_node_trains_like_an_unbroken_one(workplace: Workplace):
     text = TINY.replace("global_batch = 4", "global_batch = 12").replace("[log]\nevery = 2", "[log]\nevery = 1")
     workplace.recipe.write_text(text)
@@ -331,6 +350,7 @@ def test_a_run_that_loses_a_node_trains_like_an_unbroken_one(workplace: Workplac
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_agents")
 def test_a_run_without_a_checkpoint_that_can_be_loaded_ends(workplace: Workplace):
     workplace.recipe.write_text(TINY.replace("global_batch = 4", "global_batch = 12"))
     words = ["tiny.toml", "train.steps=100000", "checkpoint.every=100", "eval.every=0", "parallel.timeout_minutes=60"]

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import preloaded
+
 ROOT = Path(__file__).parents[2]
 CONTROL = """#!/bin/sh
 if [ "$1" = -d ]; then sleep 600 & echo $! > "$CUDA_MPS_PIPE_DIRECTORY/nvidia-cuda-mps-control.pid"; exit 0; fi
@@ -18,7 +20,7 @@ if [ "$words" = quit ]; then kill $(cat "$CUDA_MPS_PIPE_DIRECTORY/nvidia-cuda-mp
 
 def gpu_tests(*words, **environment):
     command = [sys.executable, ROOT / "tools" / "gpu_tests.py", *words]
-    return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=300)
+    return preloaded.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=300)
 
 
 @pytest.fixture
