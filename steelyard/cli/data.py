@@ -1,4 +1,4 @@
-"""`steelyard data`: convert, tokenize, download, count, deduplicate, inspect, verify and merge data."""
+"""`steelyard data`: convert, tokenize, download, sample, count, deduplicate, inspect, verify and merge data."""
 
 from __future__ import annotations
 
@@ -8,7 +8,25 @@ from typing import Annotated, Any
 
 import typer
 
-from steelyard.cli.options import AllowUnknownOption, DocumentOption, DocumentSplit, JsonOption, print_result
+from steelyard.cli.options import (
+    AllowUnknownOption,
+    BaseOption,
+    CheckpointArgument,
+    DeviceChoice,
+    DeviceOption,
+    DocumentOption,
+    DocumentSplit,
+    DtypeChoice,
+    DtypeOption,
+    JsonOption,
+    MaskOption,
+    SeedOption,
+    TemperatureOption,
+    TokenizerOption,
+    TopKOption,
+    TopPOption,
+    print_result,
+)
 from steelyard.core.console import console
 from steelyard.core.host import usable_cpus
 
@@ -26,7 +44,7 @@ class OnBadLine(StrEnum):
 def register(root: typer.Typer, name: str, help_: str) -> None:
     """Add the commands to the tree."""
     group = typer.Typer(help=help_, rich_markup_mode=None, no_args_is_help=True)
-    for command in (convert, tokenize, download, stats, dedup, info, verify, merge):
+    for command in (convert, tokenize, download, sample, stats, dedup, info, verify, merge):
         group.command(command.__name__)(command)
     root.add_typer(group, name=name)
 
@@ -127,6 +145,51 @@ def download(
 
     paths = [str(path) for path in run(source, out, shards)]
     print_result({"files": paths}, json, "\n".join(paths))
+
+
+def sample(
+    checkpoint: CheckpointArgument,
+    tokens: Annotated[int, typer.Option(min=1, help="Sample at least this many tokens.")],
+    output_prefix: Annotated[str, typer.Option(help="Writes PREFIX_text_document.bin and .idx.")],
+    length: Annotated[
+        int | None, typer.Option(min=1, help="Tokens per text.  [default: 1024, or the context]", show_default=False)
+    ] = None,
+    rows: Annotated[int, typer.Option(min=1, help="Texts that are decoded at once.")] = 64,
+    start: Annotated[
+        str | None,
+        typer.Option(help="What each text follows, not written.  [default: the end of a document]", show_default=False),
+    ] = None,
+    temperature: TemperatureOption = 1.0,
+    top_k: TopKOption = 0,
+    top_p: TopPOption = 1.0,
+    seed: SeedOption = 0,
+    tokenizer: TokenizerOption = None,
+    mask: MaskOption = None,
+    base: BaseOption = None,
+    device: DeviceOption = DeviceChoice.auto,
+    dtype: DtypeOption = DtypeChoice.auto,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output of another job.")] = False,
+    json: JsonOption = False,
+) -> None:
+    """Write token files of text that a model generates, to prune or distill it without its training data.
+
+    After a kill, the same command continues.
+
+    Example: steelyard data sample smollm2 --tokens 8000000 --rows 512 --output-prefix data/own
+    """
+    from steelyard.evaluate import generation, sample_tokens
+
+    opened = generation.writer(checkpoint, tokenizer, device, dtype, mask, base)
+    begins = tuple(opened.tokenizer.encode(start)) if start else (opened.tokenizer.end_of_document,)
+    length = length or min(1024, opened.context - len(begins))
+    job = sample_tokens.SampleJob(
+        output_prefix, tokens, length, min(rows, -(-tokens // length)), begins,
+        generation.Sampling(length, temperature, top_k, top_p, seed),
+    )  # fmt: skip
+    result = sample_tokens.sample(job, opened, str(Path(checkpoint).resolve()), overwrite)
+    made, speed = result["files"]["text"], result["tokens_per_second"]
+    text = f"{made['prefix']}: {made['documents']} documents, {made['tokens']} tokens, {made['dtype']}"
+    print_result(result, json, text + (f", {speed:,.0f} tokens/s" if speed else ""))
 
 
 def stats(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from steelyard.core import files
 from steelyard.core.console import console
@@ -18,6 +18,29 @@ from steelyard.core.errors import UserError
 from steelyard.core.safe_parse import loads
 from steelyard.text.corpus import PIECE_BYTES, DocumentMode
 from steelyard.tokens.indexed_dataset import bin_path, idx_path
+
+
+class TokenJob(Protocol):
+    """A job that writes token files chunk by chunk."""
+
+    @property
+    def prefix(self) -> str:
+        """The prefix that all its files share."""
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The keys of the texts; each has a pair of files."""
+
+    @property
+    def folder(self) -> Path:
+        """The folder of finished chunks."""
+
+    @property
+    def record(self) -> Path:
+        """The record of a finished job."""
+
+    def output(self, key: str) -> str:
+        """The prefix of the pair of files of one key."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +76,15 @@ def signature(job: TokenizeJob, paths: list[Path], fingerprint: str) -> dict[str
     """Everything that the result depends on."""
     inputs = {str(path): [path.stat().st_size, path.stat().st_mtime_ns] for path in paths}
     options = {k: v for k, v in asdict(job).items() if k not in ("inputs", "tokenizer", "prefix")}
-    return json.loads(json.dumps({"inputs": inputs, "tokenizer": fingerprint, **options}))  # type: ignore[no-any-return]
+    return as_json({"inputs": inputs, "tokenizer": fingerprint, **options})
 
 
-def finished(job: TokenizeJob, signature: dict[str, Any], overwrite: bool) -> dict[str, Any] | None:
+def as_json(signature: dict[str, Any]) -> dict[str, Any]:
+    """The signature as it is read back from its file."""
+    return json.loads(json.dumps(signature))  # type: ignore[no-any-return]
+
+
+def finished(job: TokenJob, signature: dict[str, Any], overwrite: bool) -> dict[str, Any] | None:
     """The result of an earlier run of the same job. Raises if the files belong to another job, unless `overwrite`."""
     outputs = [path(job.output(key)) for key in job.keys for path in (bin_path, idx_path)]
     existing = [path for path in outputs if path.exists()]
@@ -73,7 +101,7 @@ def finished(job: TokenizeJob, signature: dict[str, Any], overwrite: bool) -> di
     return result if len(existing) == len(outputs) else None
 
 
-def begin(job: TokenizeJob, signature: dict[str, Any], overwrite: bool) -> None:
+def begin(job: TokenJob, signature: dict[str, Any], overwrite: bool) -> None:
     """Start a job, or resume one with the same signature."""
     path = job.folder / "job.json"
     if path.is_file() and not overwrite:
@@ -88,7 +116,7 @@ def begin(job: TokenizeJob, signature: dict[str, Any], overwrite: bool) -> None:
     files.write_json(path, signature)
 
 
-def _changes(job: TokenizeJob, before: dict[str, Any], now: dict[str, Any]) -> str:
+def _changes(job: TokenJob, before: dict[str, Any], now: dict[str, Any]) -> str:
     changed = [key for key in now if before.get(key) != now[key]]
     names = [
         f"{key} {path}" if key == "inputs" else key

@@ -1,0 +1,182 @@
+"""Samples documents from a model into token files: text for distillation and pruning without the model's own data.
+
+A pass decodes `rows` texts side by side, each from the start tokens up to `length` tokens, and cuts them into documents
+at the end tokens. The tokens depend on the seed and the number of the pass, so a job that was killed continues after
+its last complete pass, whose chunk is in `<prefix>.sample/`. Another device gives other tokens.
+
+Tensor suffixes: R rows, L length, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from steelyard.core import files
+from steelyard.core.console import console
+from steelyard.core.errors import Interrupted, RuntimeFailure, UserError
+from steelyard.evaluate.decode_graph import Decoder
+from steelyard.evaluate.generation import Sampling, Writer
+from steelyard.model import Batch, Cache, LanguageModel
+from steelyard.text.tokenizer import Tokenizer
+from steelyard.tokens import encode_workers, merge
+from steelyard.tokens import tokenize_job as jobs
+from steelyard.tokens.indexed_dataset import token_dtype
+from steelyard.tokens.inspect import summary
+
+
+@dataclass(frozen=True)
+class SampleJob:
+    """What is sampled, and where to."""
+
+    prefix: str
+    tokens: int
+    """At least this many are sampled."""
+    length: int
+    """Tokens per text, after the start tokens."""
+    rows: int
+    start: tuple[int, ...]
+    """Tokens that each text follows. They are not written."""
+    sampling: Sampling
+    keys: tuple[str, ...] = ("text",)
+
+    @property
+    def folder(self) -> Path:
+        """The folder of complete passes."""
+        return Path(f"{self.prefix}.sample")
+
+    @property
+    def record(self) -> Path:
+        """The record of a finished job."""
+        return Path(f"{self.prefix}.sample.json")
+
+    def output(self, key: str) -> str:
+        """The prefix of the pair of files, named as by `data tokenize`."""
+        return f"{self.prefix}_{key}_document"
+
+    @property
+    def passes(self) -> int:
+        """How often the rows are decoded."""
+        return -(-self.tokens // (self.rows * self.length))
+
+
+def sample(job: SampleJob, writer: Writer, checkpoint: str, overwrite: bool = False) -> dict[str, Any]:
+    """Run or resume the job, unless it is finished; returns a summary of the files."""
+    if len(job.start) + job.length > writer.context:
+        raise UserError(
+            f"texts of {job.length} tokens after {len(job.start)} do not fit the model's context of {writer.context}",
+            hint=f"--length {writer.context - len(job.start)}",
+        )
+    device = next(writer.network.parameters()).device.type
+    made_of = asdict(job) | {"checkpoint": checkpoint, "tokenizer": writer.tokenizer.fingerprint, "device": device}
+    made_of = jobs.as_json({name: value for name, value in made_of.items() if name not in ("prefix", "keys")})
+    done = jobs.finished(job, made_of, overwrite)
+    if done is not None:
+        console.say(f"{job.prefix}: already finished, nothing to do")
+        shutil.rmtree(job.folder, ignore_errors=True)
+        return done
+    job.folder.mkdir(parents=True, exist_ok=True)
+    with encode_workers.sole_owner(job.folder):
+        jobs.begin(job, made_of, overwrite)
+        try:
+            speed = _sample_passes(job, writer)
+        except Interrupted:
+            raise Interrupted(f"complete passes are kept in {job.folder}; the same command continues") from None
+        except torch.OutOfMemoryError:
+            raise RuntimeFailure(f"{job.rows} texts at once do not fit in memory", hint="lower --rows") from None
+        with merge.joining(job.output("text"), token_dtype(writer.tokenizer.vocab_size)) as joiner:
+            for number in range(job.passes):
+                joiner.append(_chunk(job, number))
+        result = {"prefix": job.prefix, "files": {"text": summary(job.output("text"))}, "tokens_per_second": speed}
+        files.write_json(job.record, {"made_of": made_of, "result": result})
+        shutil.rmtree(job.folder)
+    return result
+
+
+def _sample_passes(job: SampleJob, writer: Writer) -> float | None:
+    """Sample the missing passes; returns the tokens per second, or None if none was missing."""
+    each = job.rows * job.length
+    missing = [number for number in range(job.passes) if not _chunk(job, number).exists()]
+    begun, done = time.monotonic(), (job.passes - len(missing)) * each
+    ends = writer.ends | {writer.tokenizer.end_of_document}
+    with console.progress("sample", job.passes * each, "tokens", done=done) as progress:
+        for number in missing:
+            texts_RL = decode(writer.network, job, number, writer.tokenizer.vocab_size, progress.advance)
+            _write(_chunk(job, number), texts_RL.cpu().numpy(), ends, writer.tokenizer)
+    return round(len(missing) * each / (time.monotonic() - begun), 1) if missing else None
+
+
+@torch.inference_mode()
+def decode(
+    network: LanguageModel,
+    job: SampleJob,
+    number: int,
+    vocab: int,
+    advance: Callable[[float], None] = lambda count: None,
+) -> Tensor:
+    """The texts (R, L) of one pass. Nothing waits for the device until the last token."""
+    device = next(network.parameters()).device
+    generator = torch.Generator(device).manual_seed(job.sampling.seed * 1_000_003 + number)
+    texts_RL = torch.empty(job.rows, job.length, dtype=torch.int64, device=device)
+    cache = Cache(len(job.start) + job.length)
+    decoder = Decoder(network, cache, job.rows)
+    start_RS = torch.tensor([job.start] * job.rows, device=device)
+    logits_RV = network(Batch(start_RS, logits_to_keep=1), cache=cache)[:, -1]
+    for place in range(job.length):
+        texts_RL[:, place] = choose(logits_RV[:, :vocab], job.sampling, generator)
+        advance(job.rows)
+        if place + 1 < job.length:
+            logits_RV = decoder.logits(texts_RL[:, place : place + 1])
+    return texts_RL
+
+
+def choose(logits_RV: Tensor, sampling: Sampling, generator: torch.Generator) -> Tensor:
+    """Sample a token for each row on the device of the logits."""
+    if sampling.temperature == 0:
+        return logits_RV.argmax(-1)
+    logits_RV = logits_RV.float() / sampling.temperature
+    if 0 < sampling.top_k < logits_RV.shape[1]:
+        least_R1 = logits_RV.topk(sampling.top_k).values[:, -1:]
+        logits_RV = logits_RV.masked_fill(logits_RV < least_R1, float("-inf"))
+    if sampling.top_p < 1:
+        sorted_RV = logits_RV.sort(descending=True).values
+        chances_RV = sorted_RV.softmax(-1)
+        # A token stays while the sum of those before it is below top_p, the most likely one always.
+        kept_RV = chances_RV.cumsum(-1) - chances_RV < max(sampling.top_p, torch.finfo(torch.float32).tiny)
+        least_R1 = sorted_RV.masked_fill(~kept_RV, float("inf")).amin(-1, keepdim=True)
+        logits_RV = logits_RV.masked_fill(logits_RV < least_R1, float("-inf"))
+    # The largest of logits with Gumbel noise is a sample of their softmax.
+    return (logits_RV - torch.empty_like(logits_RV).exponential_(generator=generator).log()).argmax(-1)
+
+
+def documents(text_L: npt.NDArray[Any], ends: Collection[int], end_of_document: int) -> list[Sequence[int]]:
+    """The documents of a text, each with the end-of-document token at its end. The last one may have been cut off."""
+    found: list[Sequence[int]] = []
+    begin = 0
+    for end in [*np.flatnonzero(np.isin(text_L, list(ends))), len(text_L)]:
+        if end > begin:
+            found.append([*text_L[begin:end].tolist(), end_of_document])
+        begin = int(end) + 1
+    return found
+
+
+def _write(path: Path, texts_RL: npt.NDArray[Any], ends: Collection[int], tokenizer: Tokenizer) -> None:
+    """Write a chunk: the length of each document, then the tokens, whose file marks it as complete."""
+    found = [each for text_L in texts_RL for each in documents(text_L, ends, tokenizer.end_of_document)]
+    with files.atomic_file(path.with_suffix(".lengths"), "wb") as file:
+        file.write(np.array([len(each) for each in found], dtype=np.int32).tobytes())
+    with files.atomic_file(path, "wb") as file:
+        file.write(np.array([id_ for each in found for id_ in each], token_dtype(tokenizer.vocab_size)).tobytes())
+
+
+def _chunk(job: SampleJob, number: int) -> Path:
+    return job.folder / f"{number:06d}.tokens"
