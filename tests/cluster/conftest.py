@@ -102,6 +102,7 @@ hosts = ["10.214.0.11", "10.214.0.21"]
 options = ["--mca", "plm_rsh_agent", "{rsh}"]
 """
 STEPS = 120
+COMMANDS_EVERY = 2.0  # seconds between commands of ours that wait for something
 WARM = preloaded.ROOT / "tests" / "warm"  # its sitecustomize.py
 
 
@@ -182,7 +183,7 @@ class Yard:
         deadline = time.monotonic() + seconds
         while (found := self.state(run)) not in states:
             assert time.monotonic() < deadline, f"{run.name} is {found}, not {states}\n{everything(run)}"
-            time.sleep(1)
+            time.sleep(COMMANDS_EVERY)
         return found
 
     def until_step(self, run: Path, step: int, seconds: float = 400) -> None:
@@ -220,7 +221,7 @@ class Yard:
             found[:] = [verdict for verdict in said if verdict["kind"] == kind]
             return bool(found)
 
-        self.lab.until(is_said, f"watch says {kind}", seconds)
+        self.lab.until(is_said, f"watch says {kind}", seconds, every=COMMANDS_EVERY)
         return found[0]
 
     def until_pending(self, run: Path, seconds: float = 400) -> list[str]:

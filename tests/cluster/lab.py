@@ -121,13 +121,13 @@ class Lab:
         """Run a command as root of a host; it must succeed."""
         self._enter(host, *words)
 
-    def until(self, holds: Callable[[], object], what: str, seconds: float) -> None:
+    def until(self, holds: Callable[[], object], what: str, seconds: float, every: float = 0.1) -> None:
         """Wait for something, or say what did not come."""
         deadline = time.monotonic() + seconds
         while not holds():
             if time.monotonic() > deadline:
                 raise TimeoutError(f"waited {seconds:.0f} s for {what}")
-            time.sleep(0.1)
+            time.sleep(every)
 
     def _states(self) -> list[str]:
         return self.client("sinfo", "-h", "-N", "-p", "a10,a100", "-o", "%t").stdout.split()
