@@ -73,10 +73,10 @@ def memory_of(recipe: Recipe, world: int, ranks: Iterable[int] | None = None) ->
 class SharedSizes:
     """Values that all pipeline ranks and all partitions of a recipe share."""
 
-    def __init__(self, recipe: Recipe, world: int) -> None:
+    def __init__(self, recipe: Recipe, world: int, stages: StageSizes | None = None) -> None:
         self.recipe, self.data_ranks = recipe, data_ranks(recipe, world)
         self.micro_batches = recipe.train.global_batch // (recipe.train.micro_batch * self.data_ranks)
-        self.stages = StageSizes(recipe, recipe.parallel.tensor, recipe.parallel.expert)
+        self.stages = stages or StageSizes(recipe, recipe.parallel.tensor, recipe.parallel.expert)
         self.per_token = activations.per_token(recipe)
         self.adapter = adapter_size(recipe, working_bytes(recipe))
         self.matrices = layer_matrices(recipe.model) // recipe.parallel.tensor
