@@ -71,7 +71,7 @@ class _StageTimes:
         self.step, self.counts = step, counts
         # No move takes a layer from a stage that has none.
         each = counts, tuple([max(0, count - 1) for count in counts]), tuple([count + 1 for count in counts])
-        self.passes = np.array([step.times(one)[:3] for one in each])
+        self.passes = np.array([step.passes(one) for one in each]).swapaxes(1, 2)
         """By partition, kind of pass and stage."""
 
     def at_least(self, moves: _Moves) -> np.ndarray:

@@ -123,12 +123,15 @@ def deciding_ranks(predictor: Predictor, layout: Layout) -> list[int]:
         return list(range(layout.pipeline))
     alike: dict[tuple[object, ...], list[int]] = {}
     ends = (0, layout.pipeline - 1)
-    for rank, seats in enumerate(predictor.seats(layout)):
-        kinds = tuple(sorted({seat.nodes.type for seat in seats}))
+    for rank, kinds in enumerate(predictor.each_kind("types", layout, _types)):
         layers = layout.partition[rank :: layout.pipeline]
         alike.setdefault((kinds, layers, rank if rank in ends else None), []).append(rank)
     late = layout.schedule == "zero-bubble"
     return sorted({rank for same in alike.values() for rank in ((same[0], same[-1]) if late else (same[0],))})
+
+
+def _types(seats: Sequence[Seat]) -> tuple[str, ...]:
+    return tuple(sorted({seat.nodes.type for seat in seats}))
 
 
 def fits(predictor: Predictor, layout: Layout) -> bool:

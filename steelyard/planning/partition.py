@@ -107,8 +107,10 @@ def refined(predictor: Predictor, layout: Layout, layers: int, passes: int = FUL
     found = starts(*step.per_layer(), layers, step.table.micro_batches, most)
     best, least = layout.partition, float("inf")
     for start in dict.fromkeys((layout.partition, *(spread(counts, layout.virtual) for counts in found))):
-        if step.at_least(start) < least and fits(start) and (time := moves.simulated(start).seconds) < least:
-            best, least = start, time
+        if step.at_least(start) < least:
+            time = moves.simulated(start).seconds
+            if time < least and fits(start):  # Checking memory costs more than simulating.
+                best, least = start, time
     if least == float("inf"):
         return layout
     ways = (False, True) if passes > QUICKLY else (False,)  # Each ends where the other does not.
@@ -126,11 +128,12 @@ def _memory_check(predictor: Predictor, layout: Layout, limits: list[int] | None
     is_own = not differ and not predictor.cluster.evidence.peaks
 
     def fits(counts: tuple[int, ...]) -> bool:
-        keys = [(rank, counts[rank :: layout.pipeline] if is_own else counts) for rank in range(layout.pipeline)]
-        if new := [key for key in keys if key not in known]:
-            found = memory_fit.rooms(predictor, layout.with_partition(counts), [rank for rank, _ in new])
-            known.update((key, room.fits) for key, room in zip(new, found, strict=True))
-        return all(known[key] for key in keys)
+        chosen = layout.with_partition(counts)
+        ranks = memory_fit.deciding_ranks(predictor, chosen)
+        keys = {rank: (rank, counts[rank :: layout.pipeline] if is_own else counts) for rank in ranks}
+        if new := [rank for rank in ranks if keys[rank] not in known]:
+            known.update((keys[room.rank], room.fits) for room in memory_fit.rooms(predictor, chosen, new))
+        return all(known[key] for key in keys.values())
 
     return fits
 

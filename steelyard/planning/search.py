@@ -239,9 +239,12 @@ class _Search:
         rounds = self.recipe.train.global_batch // (mesh.micro_batch * mesh.data)
         if mesh.pipeline * mesh.virtual * rounds * 2 <= QUICK:
             return self._finish(mesh, True)
-        balanced = self.candidates.at_least(mesh, self.limits.recomputes[0]) * self._weight_of(mesh.placement)
+        balanced = self._balanced_bound(mesh, self.limits.recomputes[0])
         if not self._is_beaten(balanced, mesh.use.counts):
             self._push(max(bound, balanced), partial(self._finish, mesh, False))
+
+    def _balanced_bound(self, mesh: MeshCandidate, recompute: str) -> float:
+        return self.candidates.at_least(mesh, recompute) * self._weight_of(mesh.placement)
 
     def _finish(self, mesh: MeshCandidate, quick: bool) -> None:
         """Fourth round: find the least recomputation that fits, with and without sequence parallelism, and simulate."""
@@ -249,8 +252,7 @@ class _Search:
         self.found.space += len(self.candidates.zeros(mesh)) * len(self.limits.recomputes) * len(left)
         self.finished += 1
         for recompute in self.limits.recomputes:  # More recomputation is never faster.
-            bound = self.candidates.at_least(mesh, recompute) * self._weight_of(mesh.placement)
-            if not left or (not quick and self._is_beaten(bound, mesh.use.counts)):
+            if not left or (not quick and self._is_beaten(self._balanced_bound(mesh, recompute), mesh.use.counts)):
                 return
             fitting = self.candidates.fitting(mesh, recompute, left)
             for layout in fitting.layouts:

@@ -44,10 +44,10 @@ class StepCost:
 
     def times(self, counts: tuple[int, ...]) -> Times:
         """Seconds of each stage's passes and of the sends between stages."""
-        forward, backward, weights = zip(*self._passes(counts), strict=True)
+        forward, backward, weights = zip(*self.passes(counts), strict=True)
         return Times(forward, backward, weights, self.send, self.receive)
 
-    def _passes(self, counts: tuple[int, ...]) -> list[tuple[float, float, float]]:
+    def passes(self, counts: tuple[int, ...]) -> list[tuple[float, float, float]]:
         """Seconds of each stage's forward and backward pass, and of the weight gradients if these are split off."""
         known, found = self._stages, []
         for stage, layers in enumerate(counts):
@@ -201,9 +201,13 @@ class StepCost:
 
     def at_least(self, counts: tuple[int, ...]) -> float:
         """A lower bound for the step that needs no simulation."""
-        table, passes = self.table, self._passes(counts)
+        table, passes = self.table, self.passes(counts)
         bound = pipeline_sim.at_least(passes, self.send, self.receive, table.pipeline, table.micro_batches)
         return bound + table.overhead
+
+    def host_share(self) -> float:
+        """By how much the layers of the slowest rank take longer if its host takes longer, relative to each other."""
+        return max(self.table.stages, key=lambda cost: sum(cost.passes(1))).layer.host_share
 
     def parts(self, counts: tuple[int, ...]) -> Parts:
         """The step by part, on the rank that finishes last."""
