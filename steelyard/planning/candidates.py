@@ -61,9 +61,10 @@ class Plan:
 
 def plan_of(predictor: Predictor, layout: Layout) -> Plan:
     """A layout with its prediction."""
-    cluster, parts = predictor.cluster, predictor.parts(layout)
+    cluster, step = predictor.cluster, predictor.step(layout)
+    parts = step.parts(layout.partition)
     price, watts = cluster.price_hour(layout.placement), cluster.watts(layout.placement)
-    return Plan(layout, parts, price, watts, range_of(cluster, predictor.profiles, layout, parts))
+    return Plan(layout, parts, price, watts, range_of(cluster, predictor.profiles, layout, parts, step.host_share()))
 
 
 @dataclass
