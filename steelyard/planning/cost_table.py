@@ -47,6 +47,15 @@ class UnitCost:
     """GPU seconds of both passes that are all-to-alls of expert parallelism."""
 
     @property
+    def host_share(self) -> float:
+        """By how much both passes take longer if the host takes longer, relative to each other."""
+        passes = (self.host_forward, self.forward), (self.host_backward, self.backward)
+        both = [(compute.together(host, gpu), host) for host, gpu in passes]
+        seconds = sum(together for together, _ in both)
+        late = sum(together * (host / together) ** compute.OVERLAP for together, host in both if together)
+        return float(late / seconds)
+
+    @property
     def least(self) -> float:
         """A lower bound for both passes: a slow host may overlap with the GPU work of other layers."""
         return max(self.forward + self.backward, self.host_forward + self.host_backward)

@@ -26,6 +26,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 from steelyard.core import units
 from steelyard.core.recipe import Recipe
@@ -75,8 +77,12 @@ class Room:
 def rooms(predictor: Predictor, layout: Layout, ranks: Sequence[int] | None = None) -> list[Room]:
     """One `Room` for each pipeline rank, or for the given ranks."""
     ranks = range(layout.pipeline) if ranks is None else ranks
-    memories, placed = memories_of(predictor, layout, ranks), predictor.seats(layout)
-    return [_room(predictor, rank, memory, placed[rank]) for rank, memory in zip(ranks, memories, strict=True)]
+    memories = memories_of(predictor, layout, ranks)
+    limits = predictor.each_kind("memory", layout, partial(_limit, predictor.cluster))
+    return [
+        Room(rank, memory, limits[rank].usable, limits[rank].gpu, memory.host * limits[rank].gpus, limits[rank].host)
+        for rank, memory in zip(ranks, memories, strict=True)
+    ]
 
 
 def memories_of(predictor: Predictor, layout: Layout, ranks: Sequence[int]) -> list[Memory]:
@@ -89,13 +95,21 @@ def memories_of(predictor: Predictor, layout: Layout, ranks: Sequence[int]) -> l
     return predictor.cluster.evidence.measured(memories, layout, ranks)
 
 
-def _room(predictor: Predictor, rank: int, memory: Memory, seats: Sequence[Seat]) -> Room:
-    gpus = {seat.nodes.type: predictor.cluster.gpu_of(seat.nodes) for seat in seats}.values()
+class _Limit(NamedTuple):
+    """What the nodes of a pipeline rank have: bytes for tensors, GPUs per node, and host memory if it is known."""
+
+    usable: int
+    gpu: str
+    gpus: int
+    host: int | None
+
+
+def _limit(cluster: Cluster, seats: Sequence[Seat]) -> _Limit:
+    gpus = {seat.nodes.type: cluster.gpu_of(seat.nodes) for seat in seats}.values()
     smallest = min(gpus, key=lambda gpu: gpu.memory or 0)
-    host = max(memory.host * seat.nodes.gpus for seat in seats)
     known = [seat.nodes.host_gib for seat in seats if seat.nodes.host_gib is not None]
     has = int(min(known) * GIB) if known else None
-    return Room(rank, memory, usable(smallest.memory or 0), smallest.name, host, has)
+    return _Limit(usable(smallest.memory or 0), smallest.name, max(seat.nodes.gpus for seat in seats), has)
 
 
 def deciding_ranks(predictor: Predictor, layout: Layout) -> list[int]:
@@ -109,12 +123,15 @@ def deciding_ranks(predictor: Predictor, layout: Layout) -> list[int]:
         return list(range(layout.pipeline))
     alike: dict[tuple[object, ...], list[int]] = {}
     ends = (0, layout.pipeline - 1)
-    for rank, seats in enumerate(predictor.seats(layout)):
-        kinds = tuple(sorted({seat.nodes.type for seat in seats}))
+    for rank, kinds in enumerate(predictor.each_kind("types", layout, _types)):
         layers = layout.partition[rank :: layout.pipeline]
         alike.setdefault((kinds, layers, rank if rank in ends else None), []).append(rank)
     late = layout.schedule == "zero-bubble"
     return sorted({rank for same in alike.values() for rank in ((same[0], same[-1]) if late else (same[0],))})
+
+
+def _types(seats: Sequence[Seat]) -> tuple[str, ...]:
+    return tuple(sorted({seat.nodes.type for seat in seats}))
 
 
 def fits(predictor: Predictor, layout: Layout) -> bool:
@@ -122,14 +139,14 @@ def fits(predictor: Predictor, layout: Layout) -> bool:
     return all(room.fits for room in rooms(predictor, layout, deciding_ranks(predictor, layout)))
 
 
-def outside_pytorch(cluster: Cluster) -> int:
-    """Bytes that the driver counts for a process in addition to PyTorch's memory."""
-    return int(max(OUTSIDE_GIB[cluster.inside(nodes).transport] for nodes in cluster.nodes) * GIB)
-
-
 def usable(memory: int) -> int:
     """Bytes of a device that are available for tensors; a process reserves less on a small device."""
     return memory - min(RESERVED, memory // 8)
+
+
+def outside_pytorch(cluster: Cluster) -> int:
+    """Bytes that the driver counts for a process in addition to PyTorch's memory."""
+    return int(max(OUTSIDE_GIB[cluster.inside(nodes).transport] for nodes in cluster.nodes) * GIB)
 
 
 def lacking(found: list[Room]) -> int:

@@ -9,21 +9,18 @@ and drains. So `refined` moves single layers between stages as long as the simul
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache
+from collections.abc import Callable, Iterable, Sequence
 from itertools import product
-from operator import itemgetter, mul
+from operator import itemgetter, le, mul
 
 from steelyard.planning import memory_fit
+from steelyard.planning.layer_moves import LayerMoves
 from steelyard.planning.layout import Layout
 from steelyard.planning.predict import Predictor
 from steelyard.planning.step import StepCost
 
-MANY = 16  # With more stages than this, only some moves of a layer are tried, because trying all takes too long.
 # Passes to simulate, approximately, to refine the partition of one plan: during the search, and of plans to show.
 QUICKLY, FULLY = 2_000, 40_000
-
-Simulated = Callable[[tuple[int, ...]], float]
 
 
 def evenly(step: StepCost) -> tuple[int, ...]:
@@ -105,26 +102,40 @@ def refined(predictor: Predictor, layout: Layout, layers: int, passes: int = FUL
     if most is not None and min(most) < 0:
         return layout
 
-    def fits(counts: tuple[int, ...]) -> bool:
-        if most is None:
-            return all(room.fits for room in memory_fit.rooms(predictor, layout.with_partition(counts)))
-        return all(count <= limit for count, limit in zip(counts, most, strict=True))
-
-    @cache  # The same partition is often reached by different moves.
-    def seconds(counts: tuple[int, ...]) -> float:
-        return step.seconds(counts, settled=True)
-
+    fits = _memory_check(predictor, layout, most)
+    moves = LayerMoves(step, fits)
     found = starts(*step.per_layer(), layers, step.table.micro_batches, most)
     best, least = layout.partition, float("inf")
     for start in dict.fromkeys((layout.partition, *(spread(counts, layout.virtual) for counts in found))):
-        if step.at_least(start) < least and fits(start) and (time := seconds(start)) < least:
-            best, least = start, time
+        if step.at_least(start) < least:
+            time = moves.simulated(start).seconds
+            if time < least and fits(start):  # Checking memory costs more than simulating.
+                best, least = start, time
     if least == float("inf"):
         return layout
     ways = (False, True) if passes > QUICKLY else (False,)  # Each ends where the other does not.
-    at_least = cache(step.at_least)
-    ends = [improved(best, seconds, at_least, fits, tries, steepest) for steepest in ways]
+    ends = [moves.improved(best, tries, steepest) for steepest in ways]
     return layout.with_partition(min(ends, key=itemgetter(1))[0])
+
+
+def _memory_check(predictor: Predictor, layout: Layout, limits: list[int] | None) -> Callable[[tuple[int, ...]], bool]:
+    """Whether a partition fits: within the `limits` if they are known, or else rank by rank, each computed once."""
+    if limits is not None:
+        return lambda counts: all(map(le, counts, limits))
+    known: dict[tuple[object, ...], bool] = {}
+    # The memory of a rank depends on its own layers only, if layers do not differ and no partition was measured.
+    differ = len({layer.mlp for layer in predictor.recipe.model.blocks.layers}) > 1
+    is_own = not differ and not predictor.cluster.evidence.peaks
+
+    def fits(counts: tuple[int, ...]) -> bool:
+        chosen = layout.with_partition(counts)
+        ranks = memory_fit.deciding_ranks(predictor, chosen)
+        keys = {rank: (rank, counts[rank :: layout.pipeline] if is_own else counts) for rank in ranks}
+        if new := [rank for rank in ranks if keys[rank] not in known]:
+            known.update((keys[room.rank], room.fits) for room in memory_fit.rooms(predictor, chosen, new))
+        return all(known[key] for key in keys.values())
+
+    return fits
 
 
 def balanced(
@@ -183,8 +194,9 @@ def _shortest(
     fastest = sorted(stages, key=lambda stage: each[stage])
     ends = {extra[stage] + count * each[stage] for stage in stages for count in range(layers + 1)}
     least, counts, rooms = float("inf"), [0] * len(each), [0] * len(each)
+    sum_ = layers * min(each) * (1 - 1e-9)  # At least this much, whatever the slowest stage takes.
     for bound in sorted(end for end in ends if end >= first):
-        if (rounds - 1) * bound >= least:
+        if (rounds - 1) * bound + sum_ >= least:
             break
         room = _rooms(each, extra, bound, limits)
         filled = _packed(layers, room, fastest)
@@ -231,44 +243,3 @@ def spread(counts: Sequence[int], virtual: int) -> tuple[int, ...]:
             more = part < count % virtual if rank else part >= virtual - count % virtual
             stages[part * len(counts) + rank] = count // virtual + more
     return tuple(stages)
-
-
-def improved(
-    counts: tuple[int, ...],
-    simulated: Simulated,
-    at_least: Simulated,
-    allowed: Callable[[tuple[int, ...]], bool],
-    tries: int,
-    steepest: bool = False,
-) -> tuple[tuple[int, ...], float]:
-    """Move single layers between stages while the simulated time decreases, with at most `tries` simulations.
-
-    Moves are simulated in the order of their lower bound. The first one that shortens the step is made, or, if
-    `steepest`, the best one. Moves whose bound is not below the best time are skipped.
-    """
-    best, seconds = counts, simulated(counts)
-    while True:
-        before = best
-        for bound, moved in sorted((at_least(moved), moved) for moved in _moved(before)):
-            if bound >= seconds or not tries or (best != before and not steepest):
-                break
-            tries -= 1
-            time = simulated(moved)
-            if time < seconds * (1 - 1e-9) and allowed(moved):  # The memory check costs more than the simulation.
-                best, seconds = moved, time
-        if best == before or not tries:
-            return best, seconds
-
-
-def _moved(counts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Move a layer between any two stages; with more than `MANY` stages only from the fullest, or to a neighbour."""
-    stages = range(len(counts))
-    fullest = sorted(stages, key=lambda stage: -counts[stage])[: 4 if len(counts) > MANY else len(counts)]
-    pairs = {(one, other) for one in fullest for other in stages if one != other}
-    pairs |= {(one, other) for one in stages for other in (one - 1, one + 1) if 0 <= other < len(counts)}
-    for one, other in sorted(pairs):
-        if counts[one]:
-            moved = list(counts)
-            moved[one] -= 1
-            moved[other] += 1
-            yield tuple(moved)

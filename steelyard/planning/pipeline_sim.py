@@ -56,6 +56,18 @@ class Times(NamedTuple):
         """All values in one tuple, for comparisons."""
         return self.forward + self.backward + self.weights + self.send + self.receive
 
+    def by_slot(self) -> list[float]:
+        """Seconds of the actions in each slot (kind x stages + stage)."""
+        return [*self.forward, *self.backward, *self.weights]
+
+
+class CriticalPath(NamedTuple):
+    """A chain of actions from the start of a step to the end of a rank, without a wait."""
+
+    rank: int
+    visits: list[list[int]]
+    """The number of its actions by kind and stage."""
+
 
 class Timetable(NamedTuple):
     """When each pipeline rank finishes, and how long it is busy."""
@@ -131,12 +143,30 @@ def simulate(times: Times, schedule: str, pipeline: int, virtual: int, micro_bat
 
 def simulated_ends(times: Times, schedule: str, pipeline: int, virtual: int, micro_batches: int) -> tuple[float, ...]:
     """When each rank finishes."""
-    durations, delays, blocked = _durations(times), _delays(times.send, times), _delays(times.receive, times)
-    actions, finish = order(schedule, pipeline, virtual, micro_batches), [0.0]
+    actions = order(schedule, pipeline, virtual, micro_batches)
+    finish = finished(times, actions)
+    return tuple([finish[number] for number in actions.last])
+
+
+def finished(times: Times, actions: ActionOrder) -> list[float]:
+    """When each action finishes."""
+    durations, delays, blocked = times.by_slot(), _delays(times.send, times), _delays(times.receive, times)
+    finish = [0.0]
     for slot, previous, after in actions.steps:
         start, arrival = finish[previous] + blocked[slot], finish[after] + delays[slot]
         finish.append((arrival if arrival > start else start) + durations[slot])
-    return tuple([finish[number] for number in actions.last])
+    return finish
+
+
+def critical_path(times: Times, actions: ActionOrder, finish: list[float], rank: int) -> CriticalPath:
+    """The chain of actions that a rank ends with."""
+    stages, delays, blocked = len(times.forward), _delays(times.send, times), _delays(times.receive, times)
+    visits, number = [0] * (3 * stages), actions.last[rank]
+    while number:
+        slot, previous, after = actions.steps[number - 1]
+        visits[slot] += 1
+        number = after if finish[after] + delays[slot] > finish[previous] + blocked[slot] else previous
+    return CriticalPath(rank, [visits[kind * stages : (kind + 1) * stages] for kind in range(3)])
 
 
 def settled(times: Times, schedule: str, pipeline: int, virtual: int, micro_batches: int) -> tuple[float, ...]:
@@ -145,8 +175,7 @@ def settled(times: Times, schedule: str, pipeline: int, virtual: int, micro_batc
     A pipeline soon becomes periodic: each further `pipeline` micro-batches take as long as the previous ones. The
     search relies on that. Reported plans are simulated completely.
     """
-    rounds = micro_batches // pipeline
-    if rounds <= SETTLED + 1 or schedule == "gpipe" or micro_batches * len(times.forward) <= SHORT:
+    if not is_extrapolated(schedule, pipeline, virtual, micro_batches):
         return simulated_ends(times, schedule, pipeline, virtual, micro_batches)
     # Rounds of other schedules have as many micro-batches as there are ranks, or nearly as many.
     few = SETTLED * pipeline + (micro_batches % pipeline if schedule == "1f1b" else 0)
@@ -156,11 +185,17 @@ def settled(times: Times, schedule: str, pipeline: int, virtual: int, micro_batc
     return tuple(late + more * (late - early) for early, late in zip(before, after, strict=True))
 
 
+def is_extrapolated(schedule: str, pipeline: int, virtual: int, micro_batches: int) -> bool:
+    """Whether `settled` extrapolates a step."""
+    is_long = micro_batches // pipeline > SETTLED + 1 and micro_batches * pipeline * virtual > SHORT
+    return is_long and schedule != "gpipe"
+
+
 def events(
     times: Times, schedule: str, pipeline: int, virtual: int, micro_batches: int
 ) -> list[tuple[int, str, int, int, float, float]]:
     """Every action with rank, kind, stage, micro-batch, start and end, for a timeline."""
-    durations, delays, blocked = _durations(times), _delays(times.send, times), _delays(times.receive, times)
+    durations, delays, blocked = times.by_slot(), _delays(times.send, times), _delays(times.receive, times)
     stages = len(times.forward)
     names = list(KINDS)
     actions, finish = order(schedule, pipeline, virtual, micro_batches), [0.0]
@@ -173,10 +208,6 @@ def events(
     return drawn
 
 
-def _durations(times: Times) -> list[float]:
-    return [*times.forward, *times.backward, *times.weights]
-
-
 def _delays(between: tuple[float, ...], times: Times) -> list[float]:
     """Seconds that belong to the message that an action waits for, by slot; `between` has those of each stage pair."""
     between = between or (0.0,) * (len(times.forward) - 1)
@@ -185,7 +216,7 @@ def _delays(between: tuple[float, ...], times: Times) -> list[float]:
 
 def _busy(times: Times, pipeline: int, micro_batches: int) -> list[float]:
     blocked = _delays(times.receive, times)
-    each = [sum(all_) for all_ in zip(_durations(times), blocked, strict=True)]
+    each = [sum(all_) for all_ in zip(times.by_slot(), blocked, strict=True)]
     stages = len(times.forward)
     each = [sum(each[stage::stages]) for stage in range(stages)]
     return [micro_batches * sum(each[rank::pipeline]) for rank in range(pipeline)]

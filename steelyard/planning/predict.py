@@ -31,6 +31,7 @@ from steelyard.planning.weight_copies import RankCopies, WeightShards, rank_copi
 from steelyard.sizes.gpu_catalogue import Gpu
 from steelyard.sizes.param_count import parameters
 from steelyard.sizes.rank_memory import RankMemory
+from steelyard.sizes.stage_layers import StageSizes
 
 if TYPE_CHECKING:
     from steelyard.planning.measured_layers import Profile
@@ -82,6 +83,7 @@ class Predictor:
         self._sends: dict[tuple[object, ...], dict[int, float]] = {}
         self._rank_bounds: dict[tuple[object, ...], dict[int, RankBound]] = {}
         self._rings: dict[tuple[object, ...], dict[int, Ring]] = {}
+        self._by_kind: dict[tuple[object, ...], dict[int, Any]] = {}
         self._seats: dict[Placement, Seats] = {}
         self._placed: dict[tuple[Placement, int, int], StagePlacement] = {}
         self._numbers: dict[tuple[object, ...], int] = {}
@@ -92,6 +94,7 @@ class Predictor:
         self.evidence = self.cluster.evidence
         self._is_measured = bool(self.evidence.work or self.evidence.site)
         self.overhead = max(0.0, software.step_overhead + self.evidence.overhead)
+        self._stage_sizes: dict[tuple[int, int], StageSizes] = {}
         self._memories: dict[tuple[object, ...], RankMemory] = {}
 
     @classmethod
@@ -139,7 +142,10 @@ class Predictor:
         """The memory of Steelyard's ranks under the layout as a function of its partition."""
         key = layout_key(layout)[:-1]
         if key not in self._memories:
-            self._memories[key] = RankMemory(layout.applied(self.recipe), layout.world)
+            cut = (layout.tensor, layout.expert)
+            if cut not in self._stage_sizes:
+                self._stage_sizes[cut] = StageSizes(self.recipe, *cut)
+            self._memories[key] = RankMemory(layout.applied(self.recipe), layout.world, self._stage_sizes[cut])
         return self._memories[key]
 
     def micro_batches(self, layout: Layout) -> int:
@@ -288,6 +294,10 @@ class Predictor:
             for number in set(numbers) - set(known):
                 known[number] = made(self._examples[number])
             return tuple([known[number] for number in numbers])
+
+    def each_kind(self, what: str, layout: Layout, made: Callable[[Sequence[Seat]], T]) -> tuple[T, ...]:
+        """A value for each pipeline rank, made once from the seats of each kind of rank and kept under `what`."""
+        return self._each(self._by_kind, (what,), self._placement(layout).kinds, made)
 
     def seconds(self, layout: Layout) -> float:
         """The time of the step."""

@@ -1,10 +1,11 @@
 """Best-first search (branch and bound) for the layouts of a recipe on a cluster.
 
-The search decides in three rounds: nodes, tensor and context degrees and micro-batch; then the order of nodes,
-pipeline, data and expert degrees and schedule; then recomputation, ZeRO stage and sequence parallelism (`candidates`).
-Each round has a lower bound for all layouts below a choice, and the search expands the choice with the lowest bound.
-Complete layouts are simulated. The search ends when the best simulated layouts are better than every remaining bound,
-so the result is the same as that of an exhaustive search. Layouts that do not fit in memory are dropped.
+The search decides in four rounds: nodes, tensor and context degrees and micro-batch; then pipeline and data degrees;
+then the order of nodes, expert degree and schedule; then recomputation, ZeRO stage and sequence parallelism
+(`candidates`). Each round has a lower bound for all layouts below a choice, and the search expands the choice with the
+lowest bound. Complete layouts are simulated. The search ends when the best simulated layouts are better than every
+remaining bound, so the result is the same as that of an exhaustive search. Layouts that do not fit in memory are
+dropped.
 """
 
 from __future__ import annotations
@@ -194,25 +195,31 @@ class _Search:
         return choices
 
     def _arrange(self, use: Use, tensor: int, context: int, micro_batch: int) -> None:
-        """Second round: order of nodes, pipeline, data, expert, schedule. Bound: `StepCost.bound`, no recomputation."""
-        layers = self.recipe.model.layers
-        value = self._weight_of(use.counts)
+        """Second round: pipeline, data. Bound: the same work in a pipeline that has to be filled, in any order."""
         batch = self.recipe.train.global_batch // micro_batch
         divided = layout_space.batch_divisor(self.recipe) // micro_batch
-        for pipeline, data in layout_space.meshes(use.ranks // (tensor * context), divided, layers):
+        groups = use.ranks // (tensor * context)
+        for pipeline, data in layout_space.meshes(groups, divided, self.recipe.model.layers):
             if not self.candidates.allows(tensor, context, pipeline):
                 continue
             schedules = layout_space.schedules(self.recipe, pipeline, batch // data, self.limits)
-            deepest = max((virtual for _, virtual in schedules), default=0)
-            placements = (layout_space.orders(use, self.limits) if pipeline > 1 else [use.counts]) if deepest else []
-            degrees = layout_space.experts(self.recipe, data * context)
-            for placement, expert in product(placements, degrees):
-                mesh = MeshCandidate(
-                    use, tensor, context, micro_batch, placement, pipeline, data, "1f1b", deepest, expert
-                )
-                bound = value * self.candidates.bound(mesh)
+            if schedules:
+                deepest = max(virtual for _, virtual in schedules)
+                mesh = MeshCandidate(use, tensor, context, micro_batch, use.counts, pipeline, data, "1f1b", deepest)
+                bound = self._weight_of(use.counts) * self.candidates.bound_in_any_order(mesh)
                 if not self._is_beaten(bound, use.counts):
-                    self._push(bound, partial(self._schedule, mesh, schedules))
+                    self._push(bound, partial(self._order, mesh, schedules))
+
+    def _order(self, mesh: MeshCandidate, schedules: list[tuple[str, int]]) -> None:
+        """Third round: order of nodes, expert. Bound: `Predictor.bound`, no recomputation."""
+        use, value = mesh.use, self._weight_of(mesh.use.counts)
+        placements = layout_space.orders(use, self.limits) if mesh.pipeline > 1 else [use.counts]
+        degrees = layout_space.experts(self.recipe, mesh.data * mesh.context)
+        for placement, expert in product(placements, degrees):
+            chosen = mesh._replace(placement=placement, expert=expert)
+            bound = value * self.candidates.bound(chosen)
+            if not self._is_beaten(bound, use.counts):
+                self._push(bound, partial(self._schedule, chosen, schedules))
 
     def _schedule(self, mesh: MeshCandidate, schedules: list[tuple[str, int]]) -> None:
         """Push each schedule of a mesh with its own bound."""
@@ -232,18 +239,20 @@ class _Search:
         rounds = self.recipe.train.global_batch // (mesh.micro_batch * mesh.data)
         if mesh.pipeline * mesh.virtual * rounds * 2 <= QUICK:
             return self._finish(mesh, True)
-        balanced = self.candidates.at_least(mesh, self.limits.recomputes[0]) * self._weight_of(mesh.placement)
+        balanced = self._balanced_bound(mesh, self.limits.recomputes[0])
         if not self._is_beaten(balanced, mesh.use.counts):
             self._push(max(bound, balanced), partial(self._finish, mesh, False))
 
+    def _balanced_bound(self, mesh: MeshCandidate, recompute: str) -> float:
+        return self.candidates.at_least(mesh, recompute) * self._weight_of(mesh.placement)
+
     def _finish(self, mesh: MeshCandidate, quick: bool) -> None:
-        """Third round: find the least recomputation that fits, with and without sequence parallelism, and simulate."""
+        """Fourth round: find the least recomputation that fits, with and without sequence parallelism, and simulate."""
         left = self.candidates.sequences(mesh)
         self.found.space += len(self.candidates.zeros(mesh)) * len(self.limits.recomputes) * len(left)
         self.finished += 1
         for recompute in self.limits.recomputes:  # More recomputation is never faster.
-            bound = self.candidates.at_least(mesh, recompute) * self._weight_of(mesh.placement)
-            if not left or (not quick and self._is_beaten(bound, mesh.use.counts)):
+            if not left or (not quick and self._is_beaten(self._balanced_bound(mesh, recompute), mesh.use.counts)):
                 return
             fitting = self.candidates.fitting(mesh, recompute, left)
             for layout in fitting.layouts:

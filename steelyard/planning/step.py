@@ -9,10 +9,22 @@ are added per rank, because ranks that finish early wait for late ones anyway.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from steelyard.planning import pipeline_sim
 from steelyard.planning.communication import Ring
 from steelyard.planning.cost_table import CostTable, Parts, PassCopies
-from steelyard.planning.pipeline_sim import Times
+from steelyard.planning.pipeline_sim import CriticalPath, Times
+
+
+class Simulated(NamedTuple):
+    """A simulated step."""
+
+    seconds: float
+    last: int
+    """The pipeline rank that ends last."""
+    finish: list[float]
+    """When each action finishes; empty if the step was extrapolated."""
 
 
 class StepCost:
@@ -32,10 +44,10 @@ class StepCost:
 
     def times(self, counts: tuple[int, ...]) -> Times:
         """Seconds of each stage's passes and of the sends between stages."""
-        forward, backward, weights = zip(*self._passes(counts), strict=True)
+        forward, backward, weights = zip(*self.passes(counts), strict=True)
         return Times(forward, backward, weights, self.send, self.receive)
 
-    def _passes(self, counts: tuple[int, ...]) -> list[tuple[float, float, float]]:
+    def passes(self, counts: tuple[int, ...]) -> list[tuple[float, float, float]]:
         """Seconds of each stage's forward and backward pass, and of the weight gradients if these are split off."""
         known, found = self._stages, []
         for stage, layers in enumerate(counts):
@@ -92,35 +104,37 @@ class StepCost:
 
     def held(self, counts: tuple[int, ...], rank: int) -> int:
         """Parameters on a rank: the layers of its stages, the embedding and the head."""
-        return sum(self._held(counts, rank))
+        return sum(self._held(rank, sum(counts[rank :: self.table.pipeline])))
 
-    def _held(self, counts: tuple[int, ...], rank: int) -> tuple[int, int]:
+    def _held(self, rank: int, layers: int) -> tuple[int, int]:
         """Parameters on a rank that are not divided by expert parallelism, and those that are."""
-        params, layers = self.table.params[rank], sum(counts[rank :: self.table.pipeline])
+        params = self.table.params[rank]
         return params.layer * layers + params.ends, params.experts * layers
 
     def after(self, counts: tuple[int, ...], times: Times, rank: int) -> tuple[float, float]:
         """Seconds of a pipeline rank after its last backward pass: gradient reduction, and the optimizer update."""
-        pipeline = self.table.pipeline
-        end = rank if rank in (0, pipeline - 1) else -1
-        key = (self.table.kinds[rank], sum(counts[rank::pipeline]), end)
-        if pipeline == 1 or key not in self._after:
-            self._after[key] = self._after_passes(counts, times, rank)
+        layers, pipeline = sum(counts[rank :: self.table.pipeline]), self.table.pipeline
+        gradient, update = self.after_layers(rank, layers)
+        if self.table.overlaps_gradients and pipeline == 1:
+            gradient = self._exposed(times, self._held(rank, layers))
+        return gradient, update
+
+    def after_layers(self, rank: int, layers: int) -> tuple[float, float]:
+        """The same for a rank with this many layers, without overlap."""
+        key = (self.table.kinds[rank], layers, rank if rank in (0, self.table.pipeline - 1) else -1)
+        if key not in self._after:
+            self._after[key] = self._gradient(rank, held := self._held(rank, layers)), self._update(rank, layers, held)
         return self._after[key]
 
-    def _after_passes(self, counts: tuple[int, ...], times: Times, rank: int) -> tuple[float, float]:
-        table, held = self.table, self._held(counts, rank)
-        if table.overlaps_gradients and table.pipeline == 1:
-            gradient = self._exposed(times, held)
-        else:
-            gradient = self._gradient(rank, held)
+    def _update(self, rank: int, layers: int, held: tuple[int, int]) -> float:
+        """Seconds of the optimizer update."""
+        table = self.table
         parameters = held[0] / table.shards[rank] + held[1] / table.expert_shards
-        layers = sum(counts[rank :: table.pipeline])
         slowest = max(update.seconds(parameters, layers / table.stage_ranks) for update in table.stages[rank].update)
         # Shards of matrices go to their owners and results back; ranks that hold all only gather the results.
         ways = 1 if table.shards[rank] == 1 else 2 / table.shards[rank]
         bytes_ = table.matrix_bytes * layers
-        return gradient, slowest + (ways * table.rings[rank].gather(bytes_) if bytes_ else 0.0)
+        return slowest + (ways * table.rings[rank].gather(bytes_) if bytes_ else 0.0)
 
     def _gradient(self, rank: int, held: tuple[int, int]) -> float:
         """Seconds to reduce a rank's gradients over its data-parallel group, and to all-gather sharded weights."""
@@ -168,11 +182,32 @@ class StepCost:
         after = (sum(self.after(counts, times, rank)) for rank in range(len(ends)))
         return max(end + more for end, more in zip(ends, after, strict=True)) + self.table.overhead
 
+    def simulated(self, counts: tuple[int, ...]) -> Simulated:
+        """The time of the step as a search needs it: `seconds`, settled."""
+        if pipeline_sim.is_extrapolated(*self.plan):
+            return Simulated(self.seconds(counts, settled=True), 0, [])
+        times, actions = self.times(counts), pipeline_sim.order(*self.plan)
+        finish = pipeline_sim.finished(times, actions)
+        ends = [finish[number] + sum(self.after(counts, times, rank)) for rank, number in enumerate(actions.last)]
+        slowest = max(ends)
+        return Simulated(slowest + self.table.overhead, ends.index(slowest), finish)
+
+    def critical_path(self, counts: tuple[int, ...], simulated: Simulated) -> CriticalPath | None:
+        """The critical path of a simulated step; None if it was extrapolated."""
+        if not simulated.finish:
+            return None
+        actions = pipeline_sim.order(*self.plan)
+        return pipeline_sim.critical_path(self.times(counts), actions, simulated.finish, simulated.last)
+
     def at_least(self, counts: tuple[int, ...]) -> float:
         """A lower bound for the step that needs no simulation."""
-        table, passes = self.table, self._passes(counts)
+        table, passes = self.table, self.passes(counts)
         bound = pipeline_sim.at_least(passes, self.send, self.receive, table.pipeline, table.micro_batches)
         return bound + table.overhead
+
+    def host_share(self) -> float:
+        """By how much the layers of the slowest rank take longer if its host takes longer, relative to each other."""
+        return max(self.table.stages, key=lambda cost: sum(cost.passes(1))).layer.host_share
 
     def parts(self, counts: tuple[int, ...]) -> Parts:
         """The step by part, on the rank that finishes last."""

@@ -66,3 +66,18 @@ def step_bound(
     taken = rounds * (weight * first.embedding + last.head / (rounds * last.layer + last.after))
     taken += (behind - weight) * first.embedding / ways + waited * (1 if late else 2)
     return (layers + taken) / behind
+
+
+def fastest_order(runs: Sequence[tuple[float, int]], layers: int, rounds: int, virtual: int) -> float:
+    """A lower bound for `step_bound` in any order of the ranks.
+
+    A run is the least seconds of a layer, and the number of ranks that take as long, the fastest first. Without sends
+    and ends, `step_bound` divides the layers by a sum of speeds, to which ranks contribute less the later they are: the
+    fastest ranks first make it the largest.
+    """
+    kept = 1 - 1 / ((virtual if virtual == 1 else 2 * virtual) * rounds)
+    behind = 0.0
+    for layer, count in reversed(runs):
+        power = kept**count
+        behind = behind * power + (1 - power) / (1 - kept) / (rounds * layer)
+    return layers / behind * (1 - 1e-9)

@@ -2,9 +2,10 @@
 
 The range of a step follows from the evidence of its parts. Each part has a relative error (one standard deviation of
 its logarithm) by what is known about it: a layer measured on this GPU, a rate of products that was measured or
-published, one that was extrapolated, a link that the cluster file gives, or a default. Errors of parts that have
-different causes are independent: they add as squares, weighted by the share of the part in the step. The errors were
-set on measured steps whose group was not in the fit (docs/plan.md), so that 80% of them are inside their range.
+published, one that was extrapolated, a link that the cluster file gives, or a default. A layer that waits for its host
+depends on how fast that host launches kernels, and not on the GPU. Errors of parts that have different causes are
+independent: they add as squares, weighted by the share of the part in the step. The errors were set on measured steps
+whose group was not in the fit (docs/plan.md), so that 80% of them are inside their range.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ if TYPE_CHECKING:
 
 Z80 = 1.2816  # Four fifths of a normal distribution are within this many standard deviations.
 # Errors of a part by its evidence. `measured`: on this GPU with this model.
-COMPUTE = {"measured": 0.04, "calibrated": 0.105, "extrapolated": 0.16}
+COMPUTE = {"measured": 0.04, "calibrated": 0.06, "extrapolated": 0.13}
+HOST = 0.2  # of launches on a host that was not measured: two of the same kind differ by 13 to 19% (docs/benchmarks.md)
 LINK = {"given": 0.25, "default": 0.5}
-SHARED = 0.06  # of the whole step: what no part explains, such as the choice of kernels and the host
+SHARED = 0.05  # of the whole step: what no part explains, such as the choice of kernels
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,10 @@ class Range:
         return f"{low} to {high}"
 
 
-def range_of(cluster: Cluster, profiles: Mapping[str, Profile], layout: Layout, parts: Parts) -> Range:
-    """The range of a predicted step."""
+def range_of(
+    cluster: Cluster, profiles: Mapping[str, Profile], layout: Layout, parts: Parts, host_share: float
+) -> Range:
+    """The range of a predicted step; `host_share` is that of its layers (`StepCost.host_share`)."""
     types = [cluster.nodes_of(type_) for type_ in dict.fromkeys(type_ for type_, _ in layout.placement)]
     kinds = [_gpu_evidence(cluster, nodes, profiles) for nodes in types]
     compute = max(kinds, key=lambda kind: COMPUTE[kind])
@@ -55,10 +59,16 @@ def range_of(cluster: Cluster, profiles: Mapping[str, Profile], layout: Layout, 
     links = [cluster.link(one, other) for one in types for other in types] if several else []
     across = "default" if any(link is None or link.transport is None for link in links) else "given"
     tensor_crosses = layout.tensor > min(nodes.gpus for nodes in types)
-    own = parts.compute + parts.bubble + parts.optimizer + parts.overhead
+    passes, update = parts.compute + parts.bubble, parts.optimizer + parts.overhead
     near, far = (0.0, parts.tensor) if tensor_crosses else (parts.tensor, 0.0)
     far += parts.gradient + parts.pipeline + parts.expert
-    errors = (own * COMPUTE[compute], near * LINK[inside], far * LINK[across if several else inside])
+    gpu_share, host = 1 - host_share, COMPUTE["measured"] if compute == "measured" else HOST
+    errors = (
+        (gpu_share * passes + update) * COMPUTE[compute],
+        host_share * (passes + near) * host,
+        gpu_share * near * LINK[inside],
+        far * LINK[across if several else inside],
+    )
     sigma = math.hypot(SHARED, *(error / parts.total for error in errors))
     # A default is named where it matters: where its part of the step is more than a twentieth.
     weak = [each for each, share in ((inside, near), (across, far)) if share > parts.total / 20]

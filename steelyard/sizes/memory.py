@@ -73,24 +73,32 @@ def memory_of(recipe: Recipe, world: int, ranks: Iterable[int] | None = None) ->
 class SharedSizes:
     """Values that all pipeline ranks and all partitions of a recipe share."""
 
-    def __init__(self, recipe: Recipe, world: int) -> None:
+    def __init__(self, recipe: Recipe, world: int, stages: StageSizes | None = None) -> None:
         self.recipe, self.data_ranks = recipe, data_ranks(recipe, world)
         self.micro_batches = recipe.train.global_batch // (recipe.train.micro_batch * self.data_ranks)
-        self.stages = StageSizes(recipe, recipe.parallel.tensor, recipe.parallel.expert)
+        self.stages = stages or StageSizes(recipe, recipe.parallel.tensor, recipe.parallel.expert)
         self.per_token = activations.per_token(recipe)
         self.adapter = adapter_size(recipe, working_bytes(recipe))
         self.matrices = layer_matrices(recipe.model) // recipe.parallel.tensor
+        self._in_flight: dict[int, int] = {}
 
     def states(self, rank: int) -> tuple[tuple[int, ...], ...]:
         """The micro-batches in flight on a pipeline rank at its fullest moments."""
         parallel = self.recipe.parallel
         return fullest(parallel.schedule, parallel.pipeline, parallel.virtual, self.micro_batches, rank)
 
+    def in_flight(self, rank: int) -> int:
+        """The most micro-batches on the stages of a pipeline rank that wait for their backward pass."""
+        if rank not in self._in_flight:
+            self._in_flight[rank] = max(sum(state[: self.recipe.parallel.virtual]) for state in self.states(rank))
+        return self._in_flight[rank]
+
 
 class RankPeak:
     """One pipeline rank of a recipe, and the values that its memory depends on."""
 
     def __init__(self, shared: SharedSizes, partition: Partition, rank: int) -> None:
+        self.shared, self.rank = shared, rank
         recipe = self.recipe = shared.recipe
         parallel = self.parallel = recipe.parallel
         self.each, self.per_token = working_bytes(recipe), shared.per_token
@@ -159,7 +167,7 @@ class RankPeak:
 
     def _moments(self, memory: Memory) -> MomentSizes:
         """The sizes of the moments of a step."""
-        in_flight = max(sum(state[: len(self.stages)]) for state in self.states)
+        in_flight = self.shared.in_flight(self.rank)
         tables, table = self._head_gradients()
         # The loss casts the head, unless FSDP has gathered it in the working precision.
         is_cast = self.is_last and self.columns == 1 and self.each != self.weight_bytes

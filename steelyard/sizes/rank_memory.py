@@ -10,15 +10,19 @@ from collections.abc import Iterable
 from steelyard.core.recipe import Recipe
 from steelyard.core.recipe.parallel_section import Partition
 from steelyard.sizes.memory import Memory, RankPeak, SharedSizes
-from steelyard.sizes.stage_layers import layers_of
+from steelyard.sizes.stage_layers import StageSizes, layers_of
 
 
 class RankMemory:
-    """The memory of the pipeline ranks of a recipe, whatever its own partition is."""
+    """The memory of the pipeline ranks of a recipe, whatever its own partition is.
 
-    def __init__(self, recipe: Recipe, world: int) -> None:
-        self.recipe, self.shared = recipe, SharedSizes(recipe, world)
+    `stages` are known if another recipe has the same model and degrees of tensor and expert parallelism.
+    """
+
+    def __init__(self, recipe: Recipe, world: int, stages: StageSizes | None = None) -> None:
+        self.recipe, self.shared = recipe, SharedSizes(recipe, world, stages)
         self.is_uniform = self.shared.stages.is_uniform and self.shared.per_token.is_uniform
+        self._kinds: dict[int, tuple[object, ...]] = {}
         self._known: dict[tuple[object, ...], Memory] = {}
 
     def of(self, partition: Partition, ranks: Iterable[int]) -> list[Memory]:
@@ -31,7 +35,9 @@ class RankMemory:
         if not self.is_uniform:
             stages = range(rank, parallel.stages, parallel.pipeline)
             layers = tuple(layers_of(self.recipe, partition, stage) for stage in stages)
-        key = (layers, rank == 0, rank == parallel.pipeline - 1, self.shared.states(rank))
+        if rank not in self._kinds:
+            self._kinds[rank] = (rank == 0, rank == parallel.pipeline - 1, self.shared.states(rank))
+        key = (layers, self._kinds[rank])
         if key not in self._known:
             self._known[key] = RankPeak(self.shared, partition, rank).memory()
         return self._known[key]

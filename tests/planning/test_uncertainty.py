@@ -12,15 +12,26 @@ from tests.planning.machines import cluster, gpt, layout
 
 
 def width(machines: Cluster, chosen, recipe=None) -> float:
-    predictor = Predictor(recipe or gpt(), machines)
-    found = range_of(machines, {}, chosen, predictor.parts(chosen))
-    assert found.low < predictor.parts(chosen).total < found.high
+    step = Predictor(recipe or gpt(), machines).step(chosen)
+    parts = step.parts(chosen.partition)
+    found = range_of(machines, {}, chosen, parts, step.host_share())
+    assert found.low < parts.total < found.high
     return found.high / found.low
 
 
 def test_a_range_is_wider_if_the_rate_of_a_gpu_is_extrapolated():
-    known, guessed = (width(cluster((gpu, 1, 1)), layout([(gpu, 1)], (8,))) for gpu in ("a100-80", "a40"))
+    recipe = gpt(hidden=4096)
+    known, guessed = (width(cluster((gpu, 1, 1)), layout([(gpu, 1)], (8,)), recipe) for gpu in ("a100-80", "a40"))
     assert guessed > known * 1.1
+
+
+def test_a_range_is_wider_if_the_host_decides():
+    machines, chosen = cluster(("a100-80", 1, 1)), layout([("a100-80", 1)], (8,))
+    small, large = (width(machines, chosen, gpt(hidden=hidden)) for hidden in (128, 4096))
+    assert small > large * 1.2
+    shares = [Predictor(gpt(hidden=hidden), machines).step(chosen).host_share() for hidden in (128, 4096)]
+    assert shares[0] > 0.95
+    assert shares[1] < 0.05
 
 
 def test_a_range_is_wider_if_the_network_is_a_default():
