@@ -99,10 +99,12 @@ def _expert_widths(recipe: Recipe, block: ExpertsBlock) -> ExpertWidths:
     """
     each, routing = working_bytes(recipe), block.routing
     high = each if is_compiled(recipe) else FP32
-    # Scores and logits; the weights before and after their division, their sum, and the log sum of the logits.
-    saved = 2 * FP32 * routing.experts + FP32 * (2 * routing.top_k + 2)
+    # Scores and logits, of which a layer compiled as a whole computes one again; the weights before and after their
+    # division, their sum, and the log sum of the logits.
+    scores = 1 if is_compiled(recipe) and recipe.parallel.expert == 1 else 2
+    saved = scores * FP32 * routing.experts + FP32 * (2 * routing.top_k + 2)
     inputs = FP32 * block.hidden
-    if block.shared is not None and high != each:
+    if block.shared is not None and each != FP32:
         inputs += each * block.hidden
     permutations = 3 if recipe.parallel.expert == 1 else 5
     return ExpertWidths(
