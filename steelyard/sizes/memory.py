@@ -172,6 +172,7 @@ class RankPeak:
         unit = 0 if self.is_frozen else layer
         held, is_shared = any(self.layers), self.columns > 1
         exchanged = self._layer_exchange()
+        own_sum = self.gradient_bytes * -(-whole_layer // self.shards)
         # FSDP gathers again for every micro-batch with ZeRO 3, and waits for its last reduction only after the last.
         gathers = is_shared and (self.parallel.zero == 3 or self.micro_batches == 1)
         waits = not (is_shared and self.parallel.zero >= 2 and self.parallel.pipeline == 1 and not is_first)
@@ -195,7 +196,7 @@ class RankPeak:
             gathered=self.each * whole_layer if gathers and held else 0,
             gathering=2 * self.each * whole_layer if is_shared and self.parallel.zero == 3 and held else 0,
             summed=self._reduce_buffers(whole_layer) if is_shared and not self.is_frozen else 0,
-            shard=self.gradient_bytes * -(-whole_layer // self.shards) if is_shared and not self.is_frozen else 0,
+            shard=0 if not is_shared or self.is_frozen or (self.shards == 1 and not is_first) else own_sum,
             unsummed=self.each * whole_layer if is_shared and not self.is_frozen else 0,
             freed=table - self.each * table // FP32 if is_shared else 0,
             end_buffers=self._layer_buffers(),

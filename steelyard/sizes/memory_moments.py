@@ -59,7 +59,7 @@ class MomentSizes:
     summed: int
     """The flat buffer in which the gradients of a layer are reduced."""
     shard: int
-    """This rank's part of the sum."""
+    """This rank's part of the sum, unless `before` has room for it."""
     unsummed: int
     """The gradients of a layer in the working precision, from which that buffer is filled."""
     freed: int

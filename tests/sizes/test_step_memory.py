@@ -4,6 +4,7 @@ The first tests are about one term each, in layouts where that term decides the 
 as a GPU does. Tolerance: 1%, which covers vectors, and what a CPU's norm computes beside a GPU's.
 """
 
+import itertools
 import platform
 
 import pytest
@@ -16,6 +17,7 @@ from steelyard.parallel.expert_parallel import ExpertExchange
 from steelyard.parallel.fake_group import fake_world
 from steelyard.parallel.mesh import MeshAxis
 from steelyard.sizes.memory import RankPeak, SharedSizes, memory_of
+from steelyard.sizes.memory_moments import peak
 from steelyard.sizes.stage_layers import partition_of
 from steelyard.training.engine import Engine
 from steelyard.training.extension import Extension
@@ -45,8 +47,8 @@ def counted(recipe, world, rank):
 
 
 def sizes_of(recipe, world, rank):
-    peak = RankPeak(SharedSizes(recipe, world), partition_of(recipe), rank)
-    return peak._moments(peak.memory())
+    of_rank = RankPeak(SharedSizes(recipe, world), partition_of(recipe), rank)
+    return of_rank._moments(of_rank.memory())
 
 
 def test_fsdp_keeps_the_buffer_of_its_last_reduction_through_the_next_micro_batch():
@@ -84,6 +86,24 @@ def test_an_exchange_of_slots_holds_four_tensors_beside_what_the_experts_and_the
     predicted = sizes_of(recipe, ranks, 0).exchanged
     assert predicted == 4 * one
     assert one + most - inputs - outputs == pytest.approx(predicted, rel=0.05)
+
+
+@pytest.mark.parametrize("name", ["llama3.2-1b", "gpt2-small", "qwen3-30b-a3b"])
+def test_no_moment_is_larger_than_the_sum_of_the_kinds(name):
+    layouts = (
+        "parallel.zero=0",
+        "parallel.zero=2",
+        "parallel.zero=3",
+        "parallel.pipeline=2",
+        "parallel.recompute=full",
+    )
+    layouts += ("train.compile=false", "optim.gradients=bf16", *(["parallel.expert=8"] if name[0] == "q" else []))
+    for first, second in itertools.combinations(layouts, 2):
+        recipe = load_recipe(name, ["model.layers=4", "train.micro_batch=1", "train.global_batch=32", first, second])
+        for rank in range(recipe.parallel.pipeline):
+            world = 8 * recipe.parallel.pipeline
+            found = memory_of(recipe, world, [rank])[0]
+            assert peak(sizes_of(recipe, world, rank)) <= found.total - found.not_at_once, (first, second, rank)
 
 
 @pytest.mark.slow
