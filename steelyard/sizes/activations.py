@@ -32,7 +32,7 @@ class ExpertWidths:
     outputs: int
     """The outputs of the experts as they are weighted: in fp32, unless the layer is compiled."""
     router: int
-    """What the router saves: its input in fp32, unless the layer is compiled, logits, scores and weights in fp32."""
+    """What the router saves, all of it in fp32: its input, logits, scores and weights."""
     indices: int
     """The experts of a token and the permutations of slots, as 64-bit integers."""
     logits: int
@@ -99,10 +99,12 @@ def _expert_widths(recipe: Recipe, block: ExpertsBlock) -> ExpertWidths:
     """
     each, routing = working_bytes(recipe), block.routing
     high = each if is_compiled(recipe) else FP32
-    # Scores and logits; the weights before and after their division, their sum, and the log sum of the logits.
-    saved = 2 * FP32 * routing.experts + FP32 * (2 * routing.top_k + 2)
-    inputs = high * block.hidden
-    if block.shared is not None and high != each:
+    # Scores and logits, of which a layer compiled as a whole computes one again; the weights before and after their
+    # division, their sum, and the log sum of the logits.
+    scores = 1 if is_compiled(recipe) and recipe.parallel.expert == 1 else 2
+    saved = scores * FP32 * routing.experts + FP32 * (2 * routing.top_k + 2)
+    inputs = FP32 * block.hidden
+    if block.shared is not None and each != FP32:
         inputs += each * block.hidden
     permutations = 3 if recipe.parallel.expert == 1 else 5
     return ExpertWidths(
@@ -220,13 +222,39 @@ def weight_gradient_inputs(recipe: Recipe, number: int = 0) -> int:
     return of.gathered + _mlp_outputs(recipe, of, number) + of.query + 2 * of.key + projections * of.ffn
 
 
+def is_backward_counted(recipe: Recipe) -> bool:
+    """Whether `temporaries` follows the order of the passes of a compiled layer, and is no estimate."""
+    model, parallel = recipe.model, recipe.parallel
+    drops = model.dropout or model.attention_dropout
+    is_plain = recipe.sparsity is None and (recipe.finetune is None or recipe.finetune.adapter is None)
+    is_split = parallel.tensor > 1 or parallel.context > 1
+    return is_compiled(recipe) and is_plain and not drops and not is_split and recipe.train.precision != "fp8"
+
+
+def _compiled_temporaries(recipe: Recipe, number: int) -> int:
+    """What the backward pass of a compiled layer adds at most to what the layer saves, without weight gradients.
+
+    The gradient of the MLP's inner tensor takes the place of that tensor; the gradient of the gate is one more. Experts
+    have the gradients of their inputs twice, from gate and up, and have freed their outputs and inner tensor by then.
+    With an exchange, the sum of weighted outputs computes the gradient of the slots while their outputs exist.
+    """
+    of, mlp = widths(recipe, number=number), recipe.model.blocks.layers[number].mlp
+    if of.experts is None or not isinstance(mlp, ExpertsBlock):
+        return of.ffn
+    shared = working_bytes(recipe) * (mlp.shared_ffn or 0)
+    freed = 0 if recipe.parallel.expert > 1 else min(of.experts.slots, of.ffn - shared)
+    return of.experts.slots - freed + of.gathered + shared
+
+
 def temporaries(recipe: Recipe, number: int = 0) -> int:
-    """Bytes per token allocated temporarily in the backward pass of one layer. This is an estimate.
+    """Bytes per token allocated temporarily in the backward pass of one layer. An estimate, unless it is counted.
 
     It counts the gradients inside the MLP, or Llama's RoPE, which takes five fp32 tensors of the query's width. Dropout
     generates its mask with several 64-bit integers per element. Experts also have the gradients of their inputs and
     outputs, and these in fp32 and in the order of the tokens.
     """
+    if is_backward_counted(recipe):
+        return _compiled_temporaries(recipe, number)
     of, each = widths(recipe, number=number), working_bytes(recipe)
     widest = 2 * of.ffn
     if _is_gated(recipe, number):
@@ -281,7 +309,7 @@ class PerToken:
     is_uniform: bool
     """Whether all layers are equal."""
     exchanged_slots: int
-    """Slots that expert parallelism sends and receives in one exchange."""
+    """Slots that expert parallelism sends and receives in the forward pass of a layer, which all exist at its end."""
     head: int
     rotation: int
 
@@ -307,7 +335,7 @@ def per_token(recipe: Recipe) -> PerToken:
         largest,
         len(set(known.values())) == 1,
         max(
-            0 if of.experts is None else 2 * of.experts.slots
+            0 if of.experts is None else 4 * of.experts.slots
             for of in map(partial(widths, recipe, True), first.values())
         ),
         head(recipe),

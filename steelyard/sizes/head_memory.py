@@ -12,6 +12,11 @@ def _rows(recipe: Recipe) -> int:
     return recipe.model.padded_vocab // recipe.parallel.tensor
 
 
+def _is_in_place(recipe: Recipe) -> bool:
+    """Whether the gradient of the logits overwrites them."""
+    return recipe.parallel.tensor == 1 and recipe.train.device != "cpu"
+
+
 def logits_chunk(recipe: Recipe, tokens: int) -> int:
     """A chunk of logits, and what is computed from it.
 
@@ -20,10 +25,20 @@ def logits_chunk(recipe: Recipe, tokens: int) -> int:
     while they are computed.
     """
     each = working_bytes(recipe)
-    in_place = recipe.parallel.tensor == 1 and recipe.train.device != "cpu"
-    others = 0 if in_place else 2 * FP32 + (0 if each == FP32 else each)
+    others = 0 if _is_in_place(recipe) else 2 * FP32 + (0 if each == FP32 else each)
     slopes = 2 * each if recipe.model.blocks.logit_softcap else 0
     return min(CHUNK_BYTES, each * _rows(recipe) * tokens) // each * (each + slopes + others)
+
+
+def is_one_chunk(recipe: Recipe, tokens: int) -> bool:
+    """Whether all logits of a micro-batch are computed at once."""
+    return working_bytes(recipe) * _rows(recipe) * tokens <= CHUNK_BYTES
+
+
+def logits_and_gradient(recipe: Recipe, tokens: int) -> int:
+    """The logits of one chunk and their gradient in the same precision, which overwrites them where a kernel does."""
+    copies = 1 if _is_in_place(recipe) else 2
+    return copies * working_bytes(recipe) * _rows(recipe) * tokens
 
 
 def head_gradient(recipe: Recipe) -> int:

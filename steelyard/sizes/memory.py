@@ -13,7 +13,7 @@ from operator import mul
 from steelyard.core.recipe import Recipe
 from steelyard.core.recipe.optimizers import GRADIENT_BYTES, OPTIMIZERS, STATE_BYTES
 from steelyard.core.recipe.parallel_section import Partition
-from steelyard.sizes import activations, head_memory, memory_copies, sparsity_memory
+from steelyard.sizes import activations, head_memory, layer_backward, memory_copies, sparsity_memory
 from steelyard.sizes.activations import FP32, working_bytes
 from steelyard.sizes.adapter_size import adapter_size
 from steelyard.sizes.gpu_catalogue import GIB
@@ -169,39 +169,82 @@ class RankPeak:
         """The sizes of the moments of a step."""
         in_flight = self.shared.in_flight(self.rank)
         tables, table = self._head_gradients()
-        # The loss casts the head, unless FSDP has gathered it in the working precision.
-        is_cast = self.is_last and self.columns == 1 and self.each != self.weight_bytes
-        cast = head_memory.cast_head(self.recipe) if is_cast else 0
         accumulates = self._accumulates()
         sharded = self.gradient_bytes * self._share(self.trained)
         unsharded = self.gradient_bytes * self.trained
         whole = unsharded if accumulates or self.shards == 1 else sharded
         # After the first backward pass nothing more is added to the activations if all micro-batches are in flight.
         is_first = self.micro_batches * len(self.stages) <= in_flight
-        layer = max(part.layer for part in self.parts)
+        layer, ends = (max(getattr(part, name) for part in self.parts) for name in ("layer", "ends"))
+        whole_layer = layer - (max(part.layer_experts for part in self.parts) if self.experts_are_whole else 0)
         unit = 0 if self.is_frozen else layer
-        held = any(self.layers)
-        buffers, end_buffers = self._layer_buffers(ends=False), self._layer_buffers()
-        casting = buffers - (self._reduce_buffers(unit) if self.columns > 1 else 0)
+        held, is_shared = any(self.layers), self.columns > 1
+        exchanged = self._layer_exchange()
+        own_sum = self.gradient_bytes * -(-whole_layer // self.shards)
+        # FSDP gathers again for every micro-batch with ZeRO 3, and waits for its last reduction only after the last.
+        gathers = is_shared and (self.parallel.zero == 3 or self.micro_batches == 1)
+        waits = not (is_shared and self.parallel.zero >= 2 and self.parallel.pipeline == 1 and not is_first)
         return MomentSizes(
-            always=memory.weights + memory.optimizer + memory.exchange_buffers,
+            always=memory.weights + memory.optimizer + memory.exchange_buffers - exchanged,
+            exchanged=exchanged,
             copies=memory.working_copies,
             activations=memory.activations,
+            last_layer=self._last_layer(),
+            head=self.tokens * (self.per_token.head - self.per_token.widths.stream) if self.is_last else 0,
             in_flight=in_flight,
             layers=sum(self.layers),
             before=0 if is_first else whole,
+            unwaited=0 if waits or self.is_frozen else self._reduce_buffers(ends),
             after=unsharded if self.shards == 1 else max(sharded, whole if accumulates else 0),
-            new=FP32 * unit if self.columns == 1 and held else 0,
-            logits=memory.head_and_loss - tables - table + cast,
+            new=FP32 * unit if not is_shared and held else 0,
+            logits=self._loss(memory.head_and_loss - tables - table, table),
             tables=tables,
             table=table,
-            temporaries=memory.temporaries,
-            gathered=self.each * layer if self.parallel.zero == 3 and self.columns > 1 else 0,
-            buffers=casting if held else 0,
-            reducing=buffers if held and self.columns > 1 else 0,
-            freed=table - self.each * table // FP32 if self.columns > 1 else 0,
-            end_buffers=end_buffers,
+            working=self._working(memory.temporaries) if held else 0,
+            gathered=self.each * whole_layer if gathers and held else 0,
+            gathering=2 * self.each * whole_layer if is_shared and self.parallel.zero == 3 and held else 0,
+            summed=self._reduce_buffers(whole_layer) if is_shared and not self.is_frozen else 0,
+            shard=0 if not is_shared or self.is_frozen or (self.shards == 1 and not is_first) else own_sum,
+            unsummed=self.each * whole_layer if is_shared and not self.is_frozen else 0,
+            freed=table - self.each * table // FP32 if is_shared else 0,
+            end_buffers=self._layer_buffers(),
         )
+
+    def _last_layer(self) -> int:
+        """What the last layer of this rank keeps of one micro-batch."""
+        layers = next((found for found in reversed(self.stage_layers) if found), range(0))
+        if not layers:
+            return 0
+        known = self.per_token.layers
+        of = known[layers.stop - 1] if layers.stop <= len(known) else self.per_token.largest
+        return self.tokens * (of.kept if activations.layers_kept(self.recipe, len(layers)) else of.recomputed)
+
+    def _loss(self, chunk: int, table: int) -> int:
+        """The memory of the loss beside the gradients of the head, given that of a chunk of logits.
+
+        The loss casts the head, unless FSDP has gathered it in the working precision. The first chunk adds its part of
+        the head's gradient after the softmax, of which only the logits and their gradient are left by then.
+        """
+        is_cast = self.is_last and self.columns == 1 and self.each != self.weight_bytes
+        cast = head_memory.cast_head(self.recipe) if is_cast else 0
+        if chunk and head_memory.is_one_chunk(self.recipe, self.tokens):
+            chunk = max(chunk - table, head_memory.logits_and_gradient(self.recipe, self.tokens))
+        return chunk + cast
+
+    def _working(self, temporaries: int) -> int:
+        """What the backward pass of one layer adds, given its temporaries and what is recomputed for it."""
+        largest = self.per_token.largest
+        experts, layer = (max(getattr(part, name) for part in self.parts) for name in ("layer_experts", "layer"))
+        if activations.is_backward_counted(self.recipe):
+            own = layer_backward.weights_of(self.recipe, layer, experts, self.columns == 1, self.experts_are_whole)
+            recomputed = temporaries - self.tokens * largest.temporaries
+            return recomputed + layer_backward.working(self.recipe, self.per_token, self.tokens, own)
+        buffers = self._layer_buffers(ends=False)
+        if self.columns > 1:
+            gathered = 2 * self.each * layer if self.parallel.zero == 3 and not self.is_frozen else 0
+            buffers -= self._reduce_buffers(0 if self.is_frozen else layer) + gathered
+        new = FP32 * layer if self.columns == 1 and not self.is_frozen else 0
+        return temporaries + max(0, buffers) + new
 
     def _optimizer_states(self) -> int:
         """Numbers of optimizer state of this rank; an optimizer may keep fewer of them for the matrices of layers."""
@@ -366,7 +409,12 @@ class RankPeak:
         parallel, of = self.parallel, self.per_token.widths
         links = sum((stage > 0) + (stage < parallel.stages - 1) for stage in self.stages)
         per_token = links * self.micro_batches * of.stream
-        per_token += 2 * of.gathered if parallel.tensor > 1 else 0
+        return self.tokens * per_token + self._layer_exchange()
+
+    def _layer_exchange(self) -> int:
+        """What a layer exchanges with ranks that hold parts of it or of its sequence; no other layer does meanwhile."""
+        parallel, of = self.parallel, self.per_token.widths
+        per_token = 2 * of.gathered if parallel.tensor > 1 else 0
         # Keys and values are gathered and reordered along the sequence; their gradients take the same path back.
         per_token += 4 * of.key * parallel.context if parallel.context > 1 else 0
         per_token += self.per_token.exchanged_slots if parallel.expert > 1 else 0

@@ -4,6 +4,7 @@ Tolerance: 1%, which covers the vectors of a layer (biases, the statistics of no
 them with none are fp32, and their copies in 16 bits are kept too.
 """
 
+import platform
 from functools import partial
 
 import pytest
@@ -13,7 +14,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from steelyard import model
 from steelyard.core.recipe import Recipe, load_recipe
 from steelyard.core.recipe.blocks import ExpertsBlock
-from steelyard.model import cpu_bf16
+from steelyard.model import cpu_bf16, experts
 from steelyard.model.transformer import LayerInputs
 from steelyard.parallel.activation_checkpoint import _policy
 from steelyard.sizes import activations
@@ -152,6 +153,25 @@ def test_compiled_layers_keep_less(device, family):
         layer.compile()
     predicted = BATCH * LENGTH * LAYERS * activations.layer(recipe) + copies_of_weights(recipe, LAYERS)
     assert layers.bytes_kept() == pytest.approx(predicted, rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() in ("aarch64", "arm64"), reason="cpu_bf16 computes in fp32 there")
+@pytest.mark.parametrize("kind", ["many experts", "shared expert"])
+def test_compiled_layers_with_experts_keep_the_input_of_the_router_in_fp32(kind, monkeypatch):
+    def product(x_SD, weight_XFD, counts_X):
+        return experts.grouped_mm(x_SD, weight_XFD.to(x_SD.dtype), counts_X)  # as on a GPU
+
+    monkeypatch.setattr(experts.ExpertLinear, "product", staticmethod(product))
+    recipe = moe_recipe(kind, train={"precision": "bf16", "compile": True})
+    layers = Layers(recipe)
+    for layer in layers.model.layers.values():
+        layer.compile()
+    kept = BATCH * LENGTH * LAYERS * activations.layer(recipe)
+    predicted = kept + copies_of_weights(recipe, LAYERS) - expert_router_bytes(recipe)
+    found = layers.bytes_kept()
+    assert found == pytest.approx(predicted, rel=0.01)
+    assert found - copies_of_weights(recipe, LAYERS) == pytest.approx(kept, rel=0.01)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
