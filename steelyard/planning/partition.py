@@ -21,6 +21,7 @@ from steelyard.planning.step import StepCost
 
 # Passes to simulate, approximately, to refine the partition of one plan: during the search, and of plans to show.
 QUICKLY, FULLY = 2_000, 40_000
+SPARE = 3  # more layers per stage than a rank has, with which its memory is checked first
 
 
 def evenly(step: StepCost) -> tuple[int, ...]:
@@ -119,21 +120,32 @@ def refined(predictor: Predictor, layout: Layout, layers: int, passes: int = FUL
 
 
 def _memory_check(predictor: Predictor, layout: Layout, limits: list[int] | None) -> Callable[[tuple[int, ...]], bool]:
-    """Whether a partition fits: within the `limits` if they are known, or else rank by rank, each computed once."""
+    """Whether a partition fits: within the `limits` if they are known, or else rank by rank.
+
+    More layers never take less memory: a rank that fits with `SPARE` more on each stage is not computed for fewer.
+    """
     if limits is not None:
         return lambda counts: all(map(le, counts, limits))
-    known: dict[tuple[object, ...], bool] = {}
     # The memory of a rank depends on its own layers only, if layers do not differ and no partition was measured.
     differ = len({layer.mlp for layer in predictor.recipe.model.blocks.layers}) > 1
-    is_own = not differ and not predictor.cluster.evidence.peaks
+    if differ or predictor.cluster.evidence.peaks:
+        return lambda counts: all(room.fits for room in memory_fit.rooms(predictor, layout.with_partition(counts)))
+    most = [(-1,) * layout.virtual] * layout.pipeline  # Layers that a rank is known to have memory for.
+    tight: set[int] = set()
 
     def fits(counts: tuple[int, ...]) -> bool:
-        chosen = layout.with_partition(counts)
-        ranks = memory_fit.deciding_ranks(predictor, chosen)
-        keys = {rank: (rank, counts[rank :: layout.pipeline] if is_own else counts) for rank in ranks}
-        if new := [rank for rank in ranks if keys[rank] not in known]:
-            known.update((keys[room.rank], room.fits) for room in memory_fit.rooms(predictor, chosen, new))
-        return all(known[key] for key in keys.values())
+        for spare in (SPARE, 0):
+            more = tuple([count + spare for count in counts])
+            ranks = [rank for rank, room in enumerate(most) if not all(map(le, counts[rank :: layout.pipeline], room))]
+            ranks = [rank for rank in ranks if not spare or rank not in tight]
+            for room in memory_fit.rooms(predictor, layout.with_partition(more), ranks) if ranks else ():
+                if room.fits:
+                    most[room.rank] = more[room.rank :: layout.pipeline]
+                elif not spare:
+                    return False
+                else:
+                    tight.add(room.rank)
+        return True
 
     return fits
 
