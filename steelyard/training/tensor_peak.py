@@ -10,6 +10,7 @@ import gc
 import tempfile
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -27,7 +28,8 @@ def held_bytes(device: torch.device) -> int:
         for each in gc.get_objects():
             if type(each) in (torch.Tensor, torch.nn.Parameter) and each.device.type == "cpu":
                 storage = each.untyped_storage()
-                storages[storage.data_ptr()] = storage.nbytes()
+                with suppress(RuntimeError):  # The compiler's own tensors may have no data.
+                    storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
 
 
