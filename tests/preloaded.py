@@ -41,6 +41,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from steelyard.core.host import die_with_parent
+
 # Not the Hugging Face libraries': nothing in ALSO or Steelyard imports those before they are used.
 READ_AT_IMPORT = ("PYTHON", "TRITON_", "TORCH_LOGS", "LD_", "MKL_")
 UNBUFFERED = "PYTHONUNBUFFERED"
@@ -241,7 +243,7 @@ def loaded_host(place: Path) -> Iterator[tuple[int, dict[str, str]]]:
     """A loaded process of this host: its id, and the variables with which node agents are forks of it."""
     words = [*LISTENING, f"{place}.{socket.gethostname()}", ROOM]
     variables = {"PYTHONPATH": f"{ROOT / 'tests' / 'warm'}:{ROOT}", "STEELYARD_TESTS_WARM": str(place)}
-    with _RealPopen(words, env=os.environ | {"OMP_NUM_THREADS": "1"}) as loaded:
+    with _RealPopen(words, env=os.environ | {"OMP_NUM_THREADS": "1"}, preexec_fn=die_with_parent()) as loaded:
         try:
             while not Path(words[-2]).exists():
                 if loaded.poll() is not None:
@@ -283,6 +285,7 @@ class _Forks:
 
     def __init__(self, channel: socket.socket, end_with_connection: bool = False) -> None:
         self._channel, self._end_with_connection = channel, end_with_connection
+        self._die = die_with_parent() if end_with_connection else None
         self._woken, waker = socket.socketpair()
         self._woken.setblocking(False), waker.setblocking(False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -310,6 +313,8 @@ class _Forks:
         child = os.fork()
         if child == 0:
             signal.set_wakeup_fd(-1)
+            if self._die is not None:
+                self._die()
             become(request, streams)
         for stream in streams:
             os.close(stream)

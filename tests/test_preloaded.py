@@ -27,8 +27,10 @@ def parent_of(process: int) -> int:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_forked_agent_gets_signals_and_dies_with_the_process_it_stands_for(tmp_path, number):
+@pytest.mark.parametrize(
+    ("number", "kills_fork"), [(signal.SIGTERM, False), (signal.SIGKILL, False), (signal.SIGKILL, True)]
+)
+def test_a_forked_agent_gets_signals_and_ends_with_the_process_it_stands_for(tmp_path, number, kills_fork):
     (tmp_path / "logs").mkdir()  # As in every run folder.
     with preloaded.loaded_host(tmp_path / "warm") as (loaded, variables):
         agent = subprocess.Popen(
@@ -39,7 +41,7 @@ def test_a_forked_agent_gets_signals_and_dies_with_the_process_it_stands_for(tmp
         fork = int((tmp_path / "agent").read_text())
         assert fork != agent.pid
         assert parent_of(fork) == loaded
-        agent.send_signal(number)
+        os.kill(fork if kills_fork else agent.pid, number)
         assert agent.wait(timeout=120) == (3 if number == signal.SIGTERM else -signal.SIGKILL)
         until(lambda: not Path(f"/proc/{fork}").exists(), "the end of the fork")
         if number == signal.SIGTERM:

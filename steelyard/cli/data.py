@@ -149,7 +149,7 @@ def download(
 
 def sample(
     checkpoint: CheckpointArgument,
-    tokens: Annotated[int, typer.Option(min=1, help="Sample at least this many tokens.")],
+    tokens: Annotated[int, typer.Option(min=1, help="Sample about this many tokens.")],
     output_prefix: Annotated[str, typer.Option(help="Writes PREFIX_text_document.bin and .idx.")],
     length: Annotated[
         int | None, typer.Option(min=1, help="Tokens per text.  [default: 1024, or the context]", show_default=False)
@@ -157,7 +157,7 @@ def sample(
     rows: Annotated[int, typer.Option(min=1, help="Texts that are decoded at once.")] = 64,
     start: Annotated[
         str | None,
-        typer.Option(help="What each text follows, not written.  [default: the end of a document]", show_default=False),
+        typer.Option(help="What each text follows, not written.  [default: as of an empty prompt]", show_default=False),
     ] = None,
     temperature: TemperatureOption = 1.0,
     top_k: TopKOption = 0,
@@ -180,13 +180,13 @@ def sample(
     from steelyard.evaluate import generation, sample_tokens
 
     opened = generation.writer(checkpoint, tokenizer, device, dtype, mask, base)
-    begins = tuple(opened.tokenizer.encode(start)) if start else (opened.tokenizer.end_of_document,)
-    length = length or min(1024, opened.context - len(begins))
+    begins = tuple(opened.tokenizer.framed(start or "")) or (opened.tokenizer.end_of_document,)
+    length = length or max(1, min(1024, opened.context - len(begins)))
     job = sample_tokens.SampleJob(
         output_prefix, tokens, length, min(rows, -(-tokens // length)), begins,
         generation.Sampling(length, temperature, top_k, top_p, seed),
     )  # fmt: skip
-    result = sample_tokens.sample(job, opened, str(Path(checkpoint).resolve()), overwrite)
+    result = sample_tokens.sample(job, opened, sample_tokens.weights_of(checkpoint, mask, base), overwrite)
     made, speed = result["files"]["text"], result["tokens_per_second"]
     text = f"{made['prefix']}: {made['documents']} documents, {made['tokens']} tokens, {made['dtype']}"
     print_result(result, json, text + (f", {speed:,.0f} tokens/s" if speed else ""))

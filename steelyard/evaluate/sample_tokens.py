@@ -21,6 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from steelyard.checkpoint.formats import open_source
 from steelyard.core import files
 from steelyard.core.console import console
 from steelyard.core.errors import Interrupted, RuntimeFailure, UserError
@@ -40,7 +41,7 @@ class SampleJob:
 
     prefix: str
     tokens: int
-    """At least this many are sampled."""
+    """About this many are sampled."""
     length: int
     """Tokens per text, after the start tokens."""
     rows: int
@@ -69,16 +70,31 @@ class SampleJob:
         return -(-self.tokens // (self.rows * self.length))
 
 
-def sample(job: SampleJob, writer: Writer, checkpoint: str, overwrite: bool = False) -> dict[str, Any]:
-    """Run or resume the job, unless it is finished; returns a summary of the files."""
-    if len(job.start) + job.length > writer.context:
-        raise UserError(
-            f"texts of {job.length} tokens after {len(job.start)} do not fit the model's context of {writer.context}",
-            hint=f"--length {writer.context - len(job.start)}",
-        )
+def weights_of(checkpoint: str, mask: str | None, base: str | None) -> dict[str, Any]:
+    """What the weights are read from, with sizes and times of change."""
+    named = {"checkpoint": open_source(checkpoint).path, "mask": mask, "base": base}
+    return {name: _state(Path(path)) for name, path in named.items() if path is not None}
+
+
+def _state(path: Path) -> list[Any]:
+    found = [each.stat() for each in ([path] if path.is_file() else path.rglob("*")) if each.is_file()]
+    return [
+        str(path.resolve()),
+        sum(each.st_size for each in found),
+        max((each.st_mtime_ns for each in found), default=0),
+    ]
+
+
+def sample(job: SampleJob, writer: Writer, weights: dict[str, Any], overwrite: bool = False) -> dict[str, Any]:
+    """Run or resume the job, unless it is finished; returns a summary of the files.
+
+    `weights` says what they are read from: a job with others is not resumed.
+    """
+    _check(job, writer.context)
     device = next(writer.network.parameters()).device.type
-    made_of = asdict(job) | {"checkpoint": checkpoint, "tokenizer": writer.tokenizer.fingerprint, "device": device}
-    made_of = jobs.as_json({name: value for name, value in made_of.items() if name not in ("prefix", "keys")})
+    made_of = {name: value for name, value in asdict(job).items() if name not in ("prefix", "keys")} | weights
+    others = {"tokenizer": writer.tokenizer.fingerprint, "device": device, "dtype": str(writer.network.dtype)}
+    made_of = jobs.as_json(made_of | others)
     done = jobs.finished(job, made_of, overwrite)
     if done is not None:
         console.say(f"{job.prefix}: already finished, nothing to do")
@@ -90,9 +106,14 @@ def sample(job: SampleJob, writer: Writer, checkpoint: str, overwrite: bool = Fa
         try:
             speed = _sample_passes(job, writer)
         except Interrupted:
-            raise Interrupted(f"complete passes are kept in {job.folder}; the same command continues") from None
+            command = "the same command without --overwrite" if overwrite else "the same command"
+            raise Interrupted(f"complete passes are kept in {job.folder}; {command} continues") from None
         except torch.OutOfMemoryError:
+            shutil.rmtree(job.folder)  # Passes of other rows would be other texts.
             raise RuntimeFailure(f"{job.rows} texts at once do not fit in memory", hint="lower --rows") from None
+        if not any(_chunk(job, number).stat().st_size for number in range(job.passes)):
+            shutil.rmtree(job.folder)
+            raise UserError("the model generates only end tokens", hint="give what a text begins with, by --start")
         with merge.joining(job.output("text"), token_dtype(writer.tokenizer.vocab_size)) as joiner:
             for number in range(job.passes):
                 joiner.append(_chunk(job, number))
@@ -100,6 +121,24 @@ def sample(job: SampleJob, writer: Writer, checkpoint: str, overwrite: bool = Fa
         files.write_json(job.record, {"made_of": made_of, "result": result})
         shutil.rmtree(job.folder)
     return result
+
+
+def _check(job: SampleJob, context: int) -> None:
+    left = context - len(job.start)
+    if left < 1:
+        raise UserError(
+            f"the start has {len(job.start)} tokens, the model's context {context}", hint="give a shorter --start"
+        )
+    if job.length > left:
+        raise UserError(
+            f"texts of {job.length} tokens after {len(job.start)} do not fit the model's context of {context}",
+            hint=f"--length {left}",
+        )
+    if job.sampling.temperature == 0 or job.sampling.top_k == 1:
+        raise UserError(
+            "every text would be the same", where="--temperature 0" if job.sampling.temperature == 0 else "--top-k 1",
+            hint="leave it out to sample from the model's distribution",
+        )  # fmt: skip
 
 
 def _sample_passes(job: SampleJob, writer: Writer) -> float | None:
@@ -123,7 +162,7 @@ def decode(
     vocab: int,
     advance: Callable[[float], None] = lambda count: None,
 ) -> Tensor:
-    """The texts (R, L) of one pass. Nothing waits for the device until the last token."""
+    """The texts (R, L) of one pass. No token is read from the device before the last one is chosen."""
     device = next(network.parameters()).device
     generator = torch.Generator(device).manual_seed(job.sampling.seed * 1_000_003 + number)
     texts_RL = torch.empty(job.rows, job.length, dtype=torch.int64, device=device)

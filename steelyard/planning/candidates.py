@@ -254,7 +254,7 @@ class Candidates:
             runs.append((1 / speed, int(groups / mesh.data + 1e-9) - ranks))
             ranks += runs[-1][1]
         rounds = self.recipe.train.global_batch // (mesh.micro_batch * mesh.data)
-        return fastest_order(runs, self.recipe.model.layers, rounds, mesh.virtual)
+        return fastest_order(runs, self.recipe.model.layers, rounds, mesh.virtual, mesh.schedule)
 
     def bound(self, mesh: MeshCandidate) -> float:
         """A lower bound over all partitions and both settings of sequence parallelism, without recomputation.

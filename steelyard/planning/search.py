@@ -204,9 +204,9 @@ class _Search:
                 continue
             schedules = layout_space.schedules(self.recipe, pipeline, batch // data, self.limits)
             if schedules:
-                deepest = max(virtual for _, virtual in schedules)
-                mesh = MeshCandidate(use, tensor, context, micro_batch, use.counts, pipeline, data, "1f1b", deepest)
-                bound = self._weight_of(use.counts) * self.candidates.bound_in_any_order(mesh)
+                mesh = MeshCandidate(use, tensor, context, micro_batch, use.counts, pipeline, data, "1f1b", 1)
+                least = min(map(self.candidates.bound_in_any_order, _loosest(mesh, schedules)))
+                bound = self._weight_of(use.counts) * least
                 if not self._is_beaten(bound, use.counts):
                     self._push(bound, partial(self._order, mesh, schedules))
 
@@ -217,14 +217,16 @@ class _Search:
         degrees = layout_space.experts(self.recipe, mesh.data * mesh.context)
         for placement, expert in product(placements, degrees):
             chosen = mesh._replace(placement=placement, expert=expert)
-            bound = value * self.candidates.bound(chosen)
+            bound = value * min(map(self.candidates.bound, _loosest(chosen, schedules)))
             if not self._is_beaten(bound, use.counts):
                 self._push(bound, partial(self._schedule, chosen, schedules))
 
     def _schedule(self, mesh: MeshCandidate, schedules: list[tuple[str, int]]) -> None:
         """Push each schedule of a mesh with its own bound."""
-        if self.objective == "pareto" and self._is_beaten(self.candidates.bound(mesh), mesh.use.counts):
-            return
+        if self.objective == "pareto":
+            least = min(map(self.candidates.bound, _loosest(mesh, schedules)))
+            if self._is_beaten(least, mesh.use.counts):
+                return
         for schedule, virtual in schedules:
             chosen = mesh._replace(schedule=schedule, virtual=virtual)
             bound = self.candidates.bound(chosen) * self._weight_of(mesh.placement)
@@ -283,6 +285,15 @@ class _Search:
 
     def _weight_of(self, nodes: Placement) -> float:
         return weight(self.objective, self.cluster.price_hour(nodes), self.cluster.watts(nodes))
+
+
+def _loosest(mesh: MeshCandidate, schedules: list[tuple[str, int]]) -> list[MeshCandidate]:
+    """The mesh with the schedules whose bounds, together, none of these is below: the deepest of both kinds."""
+    deepest: dict[str, int] = {}
+    for schedule, virtual in schedules:
+        kind = schedule if schedule == "zero-bubble" else "1f1b"
+        deepest[kind] = max(virtual, deepest.get(kind, 0))
+    return [mesh._replace(schedule=kind, virtual=virtual) for kind, virtual in deepest.items()]
 
 
 def _promising(kept: list[tuple[float, float, Layout]], cluster: Cluster) -> list[Layout]:

@@ -50,9 +50,7 @@ def step_bound(
 
     A run is a number of neighbouring ranks that are the same, and the seconds to send from each of them to the next.
     """
-    late = schedule == "zero-bubble"
-    ways = virtual if virtual == 1 else 2 * virtual  # A rank's first stage may hold less than its share.
-    ways *= 3 if late else 1  # Only the forward pass, about a third of the work, must come before.
+    late, ways = schedule == "zero-bubble", ways_before(virtual, schedule)
     (first, *_), (last, *_) = runs[0], runs[-1]
     behind = waited = weight = 0.0
     for rank, send, count in reversed(runs):
@@ -68,14 +66,20 @@ def step_bound(
     return (layers + taken) / behind
 
 
-def fastest_order(runs: Sequence[tuple[float, int]], layers: int, rounds: int, virtual: int) -> float:
+def ways_before(virtual: int, schedule: str) -> int:
+    """The share of a rank's work for a micro-batch that must come before the next rank begins is one in so many."""
+    ways = virtual if virtual == 1 else 2 * virtual  # A rank's first stage may hold less than its share.
+    return ways * (3 if schedule == "zero-bubble" else 1)  # There only the forward pass, about a third of the work.
+
+
+def fastest_order(runs: Sequence[tuple[float, int]], layers: int, rounds: int, virtual: int, schedule: str) -> float:
     """A lower bound for `step_bound` in any order of the ranks.
 
     A run is the least seconds of a layer, and the number of ranks that take as long, the fastest first. Without sends
     and ends, `step_bound` divides the layers by a sum of speeds, to which ranks contribute less the later they are: the
     fastest ranks first make it the largest.
     """
-    kept = 1 - 1 / ((virtual if virtual == 1 else 2 * virtual) * rounds)
+    kept = 1 - 1 / (ways_before(virtual, schedule) * rounds)
     behind = 0.0
     for layer, count in reversed(runs):
         power = kept**count

@@ -162,8 +162,8 @@ class RankPeak:
             host=copies + (state + 2 * sharded if offload else 0),
             memory_copies=copies,
         )
-        most = peak(self._moments(memory))
-        return replace(memory, not_at_once=min(0, most - memory.total))
+        more = peak(self._moments(memory)) - memory.total
+        return replace(memory, temporaries=memory.temporaries + max(0, more), not_at_once=min(0, more))
 
     def _moments(self, memory: Memory) -> MomentSizes:
         """The sizes of the moments of a step."""

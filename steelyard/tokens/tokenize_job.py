@@ -19,6 +19,8 @@ from steelyard.core.safe_parse import loads
 from steelyard.text.corpus import PIECE_BYTES, DocumentMode
 from steelyard.tokens.indexed_dataset import bin_path, idx_path
 
+KINDS = ("tokenize", "sample")
+
 
 class TokenJob(Protocol):
     """A job that writes token files chunk by chunk."""
@@ -112,7 +114,8 @@ def begin(job: TokenJob, signature: dict[str, Any], overwrite: bool) -> None:
         return
     for leftover in job.folder.glob("0*"):
         leftover.unlink()
-    job.record.unlink(missing_ok=True)
+    for kind in KINDS:  # The record of another kind of job is of the files that this one replaces.
+        Path(f"{job.prefix}.{kind}.json").unlink(missing_ok=True)
     files.write_json(path, signature)
 
 

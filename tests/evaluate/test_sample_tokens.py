@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -32,7 +33,7 @@ def job(tmp_path, writer):
 
 
 def sampled(job, writer):
-    sample_tokens.sample(job, writer, "llama")
+    sample_tokens.sample(job, writer, {"checkpoint": "llama"})
     return list(IndexedTokens(job.output("text")).documents())
 
 
@@ -113,10 +114,42 @@ def test_the_command_writes_files_that_train(models, tmp_path):
     assert trained.returncode == 0, trained.stderr
 
 
-def test_texts_longer_than_the_context_are_refused_with_a_length_that_fits(models, tmp_path):
-    words = ["--tokens", 100, "--length", 64, "--output-prefix", tmp_path / "own", "--device", "cpu"]
-    done = steelyard("data", "sample", models / "llama", *words)
-    assert done.returncode == 2
-    assert "context of 64" in done.stderr
-    assert "--length 63" in done.stderr
+@pytest.mark.parametrize(
+    ("words", "reported"),
+    [
+        (["--length", 64], ("context of 64", "--length 63")),
+        (["--start", "the " * 100], ("the model's context 64", "a shorter --start")),
+        (["--temperature", 0], ("--temperature 0: every text would be the same",)),
+        (["--top-k", 1], ("--top-k 1: every text would be the same",)),
+    ],
+)
+def test_what_cannot_be_sampled_is_refused_and_leaves_nothing(models, tmp_path, words, reported):
+    given = ["--tokens", 100, "--output-prefix", tmp_path / "own", "--device", "cpu", *words]
+    done = steelyard("data", "sample", models / "llama", *given)
+    assert done.returncode == 2, done.stderr
+    assert all(words in done.stderr for words in reported), done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_other_weights_are_another_job_and_a_tokenized_corpus_is_not_taken_for_sampled_text(models, tmp_path):
+    model = shutil.copytree(models / "llama", tmp_path / "model")
+    words = ["--tokens", 50, "--length", 16, "--output-prefix", tmp_path / "own", "--device", "cpu"]
+    assert steelyard("data", "sample", model, *words).returncode == 0
+    assert "already finished" in steelyard("data", "sample", model, *words).stderr
+    os.utime(model / "model.safetensors", (1, 2_000_000_000))
+    refused = steelyard("data", "sample", model, *words)
+    assert refused.returncode == 2
+    assert "changed since: checkpoint" in refused.stderr
+    corpus = ["--input", models / "text.txt", "--tokenizer", model, "--output-prefix", tmp_path / "own"]
+    assert steelyard("data", "tokenize", *corpus, "--overwrite").returncode == 0
+    again = steelyard("data", "sample", model, *words)
+    assert again.returncode == 2
+    assert "from another source" in again.stderr
+
+
+def test_a_model_that_generates_only_end_tokens_leaves_no_files(job, writer, tmp_path, monkeypatch):
+    end = writer.tokenizer.end_of_document
+    monkeypatch.setattr(sample_tokens, "decode", lambda *_: torch.full((job.rows, job.length), end))
+    with pytest.raises(UserError, match="only end tokens"):
+        sampled(job, writer)
     assert not list(tmp_path.iterdir())

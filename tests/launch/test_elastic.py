@@ -329,10 +329,14 @@ def test_a_run_that_loses_a_node_trains_like_an_unbroken_one(workplace: Workplac
     done = workplace.steelyard(*submitted, *words[1:], "--json")
     assert done.returncode == 0, done.stderr
     run = Path(json.loads(done.stdout)["run"])
-    until(lambda: elastic.newest_checkpoint(run) >= 10, "a checkpoint")
-    (run / "launch" / "drain").write_text("node-2\n")  # So that it stays away.
-    os.kill(agent_of(run, "node-2"), signal.SIGKILL)
-    until(lambda: Run.open(run).state == "finished", "the end")
+    try:
+        until(lambda: elastic.newest_checkpoint(run) >= 10, "a checkpoint")
+        (run / "launch" / "drain").write_text("node-2\n")  # So that it stays away.
+        os.kill(agent_of(run, "node-2"), signal.SIGKILL)
+        until(lambda: Run.open(run).state == "finished", "the end")
+    finally:
+        for process in supervisors(run):
+            os.kill(process, signal.SIGTERM)
     first, second = attempts(run)
     assert (len(first["nodes"]), len(second["nodes"])) == (3, 2)
     whole = workplace.path / "whole"

@@ -70,10 +70,10 @@ def test_long_pipelines_try_only_some_moves():
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(st.floats(0.1, 10.0), st.floats(0.0, 5.0)), min_size=1, max_size=5), st.integers(1, 20),
-       st.integers(1, 4))  # fmt: skip
-def test_no_order_of_ranks_beats_the_bound_of_all_orders(ranks, rounds, virtual):
+       st.integers(1, 4), st.sampled_from(["1f1b", "zero-bubble"]))  # fmt: skip
+def test_no_order_of_ranks_beats_the_bound_of_all_orders(ranks, rounds, virtual, schedule):
     runs = [(layer, 1) for layer, _ in sorted(ranks)]
-    bound = fastest_order(runs, 24, rounds, virtual)
+    bound = fastest_order(runs, 24, rounds, virtual, schedule)
     for order in permutations(ranks):
         each = [(RankBound(layer, after, 0.0, 0.0), 0.1, 1) for layer, after in order]
-        assert bound <= step_bound(each, 24, rounds, virtual, "1f1b") * (1 + 1e-9)
+        assert bound <= step_bound(each, 24, rounds, virtual, schedule) * (1 + 1e-9)

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe, load_recipe
 from steelyard.planning import layout_space, memory_fit, partition, plan_report
-from steelyard.planning.candidates import weight
+from steelyard.planning.candidates import MeshCandidate, weight
 from steelyard.planning.cluster import Cluster
 from steelyard.planning.layout import Layout
-from steelyard.planning.layout_space import SearchLimits
+from steelyard.planning.layout_space import SearchLimits, Use
 from steelyard.planning.plan_report import shown
 from steelyard.planning.predict import Predictor
+from steelyard.planning.search import _loosest, search
 from steelyard.planning.search import given as predicted
-from steelyard.planning.search import search
 from steelyard.planning.software import EAGER, MEGATRON, STEELYARD, as_run
 from steelyard.sizes.rank_check import data_ranks
 from tests.planning.machines import FASOP, cluster, fasops_cluster, gpt, gpt2_xl
@@ -79,6 +79,14 @@ def test_nothing_better_is_missed_where_the_first_guess_of_a_partition_ranks_wro
     limits = SearchLimits(micro_batch=1, schedules=("1f1b", "gpipe"), recomputes=("none",), zeros=(0,))
     best = search(recipe, machines, limits=limits, top=1).plans[0]
     assert best.seconds <= exhaustive(recipe, machines, limits) * (1 + 1e-9)
+
+
+def test_a_mesh_is_bounded_by_zero_bubble_too_which_may_be_faster_than_1f1b():
+    mesh = MeshCandidate(Use((), 0), 1, 1, 1, (("t4", 8),), 8, 1, "1f1b", 1)
+    schedules = [("1f1b", 1), ("gpipe", 1), ("interleaved", 4), ("zero-bubble", 1), ("zero-bubble", 2)]
+    found = {(each.schedule, each.virtual) for each in _loosest(mesh, schedules)}
+    assert found == {("1f1b", 4), ("zero-bubble", 2)}
+    assert [each.schedule for each in _loosest(mesh, schedules[:1])] == ["1f1b"]
 
 
 def best_with(recipe, machines, sequences, **more):

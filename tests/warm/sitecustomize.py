@@ -31,14 +31,18 @@ def hand_over(place: str) -> None:
         "command": sys.orig_argv, "words": words, "cwd": os.getcwd(), "env": dict(os.environ), "new_session": True
     }  # fmt: skip
     socket.send_fds(server, [json.dumps(request).encode()], [0, 1, 2])
-    fork = int(server.recv(64))
-    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, lambda number, _: os.kill(fork, number))
-    status = int(server.recv(64) or signal.SIGKILL)
-    if os.WIFSIGNALED(status):
-        signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
-        os.kill(os.getpid(), os.WTERMSIG(status))
-    os._exit(os.waitstatus_to_exitcode(status))
+    try:
+        fork = int(server.recv(64))
+        for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, lambda number, _: os.kill(fork, number))
+        status = int(server.recv(64) or signal.SIGKILL)
+        if os.WIFSIGNALED(status):
+            if os.WTERMSIG(status) != signal.SIGKILL:
+                signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
+            os.kill(os.getpid(), os.WTERMSIG(status))
+        os._exit(os.waitstatus_to_exitcode(status))
+    finally:
+        os._exit(1)  # Never go on to be a second agent.
 
 
 is_agent = "steelyard.launch.node_agent" in sys.orig_argv and "--one-rank" not in sys.orig_argv
