@@ -50,7 +50,7 @@ def test_the_guide_to_mpirun_prints_the_line_it_shows(place, capsys):
     page = (DOCS / "guide-mpi.md").read_text()
     settle(page)
     memory, shown, submitted, logs, listed = commands("guide-mpi.md")
-    assert "fits: 69.4 GiB" in run(memory, capsys)
+    assert "fits: 69.5 GiB" in run(memory, capsys)
     megatron = page.split("```text\n")[1].split(" ../train_70b.sh")[0]
     assert f"exec {megatron} " in run(shown, capsys)
     assert not Path("runs").exists()
