@@ -175,7 +175,7 @@ def sample(
 
     After a kill, the same command continues.
 
-    Example: steelyard data sample smollm2 --tokens 8000000 --rows 512 --output-prefix data/own
+    Example: steelyard data sample models/SmolLM2 --tokens 8000000 --rows 512 --output-prefix data/own
     """
     from steelyard.evaluate import generation, sample_tokens
 
