@@ -36,9 +36,10 @@ from steelyard.tokens.inspect import summary
 
 
 @dataclass(frozen=True)
-class SampleJob:
+class SampleJob(jobs.TokenJob):
     """What is sampled, and where to."""
 
+    kind = "sample"
     prefix: str
     tokens: int
     """About this many are sampled."""
@@ -49,20 +50,6 @@ class SampleJob:
     """Tokens that each text follows. They are not written."""
     sampling: Sampling
     keys: tuple[str, ...] = ("text",)
-
-    @property
-    def folder(self) -> Path:
-        """The folder of complete passes."""
-        return Path(f"{self.prefix}.sample")
-
-    @property
-    def record(self) -> Path:
-        """The record of a finished job."""
-        return Path(f"{self.prefix}.sample.json")
-
-    def output(self, key: str) -> str:
-        """The prefix of the pair of files, named as by `data tokenize`."""
-        return f"{self.prefix}_{key}_document"
 
     @property
     def passes(self) -> int:

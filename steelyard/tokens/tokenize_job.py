@@ -1,8 +1,8 @@
-"""A tokenize job: its options, and the signature by which it is resumed.
+"""A job that writes token files: its options, and the signature by which it is resumed.
 
 While it runs, `<prefix>.tokenize/` has its finished chunks and its signature; when it is finished,
-`<prefix>.tokenize.json` has the signature. A job with another input, tokenizer or option has another signature, so it
-is never resumed or reused by mistake.
+`<prefix>.tokenize.json` has the signature (`.sample` for `data sample`). A job with another input, tokenizer or option
+has another signature, so it is never resumed or reused by mistake.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 from steelyard.core import files
 from steelyard.core.console import console
@@ -22,33 +22,33 @@ from steelyard.tokens.indexed_dataset import bin_path, idx_path
 KINDS = ("tokenize", "sample")
 
 
-class TokenJob(Protocol):
-    """A job that writes token files chunk by chunk."""
+class TokenJob:
+    """A job that writes token files chunk by chunk; `kind` names what it keeps beside them."""
 
-    @property
-    def prefix(self) -> str:
-        """The prefix that all its files share."""
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """The keys of the texts; each has a pair of files."""
+    kind: ClassVar[str]
+    prefix: str
+    keys: tuple[str, ...]
 
     @property
     def folder(self) -> Path:
         """The folder of finished chunks."""
+        return Path(f"{self.prefix}.{self.kind}")
 
     @property
     def record(self) -> Path:
         """The record of a finished job."""
+        return Path(f"{self.prefix}.{self.kind}.json")
 
     def output(self, key: str) -> str:
         """The prefix of the pair of files of one key."""
+        return f"{self.prefix}_{key}_document"
 
 
 @dataclass(frozen=True)
-class TokenizeJob:
+class TokenizeJob(TokenJob):
     """The inputs and options of a job."""
 
+    kind = "tokenize"
     inputs: tuple[str, ...]
     tokenizer: str
     prefix: str
@@ -58,20 +58,6 @@ class TokenizeJob:
     on_bad_line: Literal["stop", "skip"] = "stop"
     fixed_length: int | None = None
     piece_bytes: int = PIECE_BYTES
-
-    @property
-    def folder(self) -> Path:
-        """The folder of finished chunks."""
-        return Path(f"{self.prefix}.tokenize")
-
-    @property
-    def record(self) -> Path:
-        """The record of a finished job."""
-        return Path(f"{self.prefix}.tokenize.json")
-
-    def output(self, key: str) -> str:
-        """The prefix of the pair of files of one key."""
-        return f"{self.prefix}_{key}_document"
 
 
 def signature(job: TokenizeJob, paths: list[Path], fingerprint: str) -> dict[str, Any]:

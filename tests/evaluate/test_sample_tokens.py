@@ -74,6 +74,7 @@ def test_a_job_that_ended_half_way_continues_with_the_same_tokens(job, writer, t
     whole = sampled(job, writer)
     assert sum(len(each) for each in whole) >= job.tokens
     assert all(each[-1] == writer.tokenizer.end_of_document for each in whole)
+    assert len({tuple(each) for each in whole if len(each) > 8}) == sum(len(each) > 8 for each in whole), "a repetition"
     other = replace(job, prefix=str(tmp_path / "other"))
     decode, seen = sample_tokens.decode, []
 
