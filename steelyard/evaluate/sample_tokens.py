@@ -79,7 +79,10 @@ def sample(job: SampleJob, writer: Writer, weights: dict[str, Any], overwrite: b
     """
     _check(job, writer.context)
     device = next(writer.network.parameters()).device.type
-    made_of = {name: value for name, value in asdict(job).items() if name not in ("prefix", "keys")} | weights
+    made_of = {
+        name: value for name, value in asdict(job).items() if name not in ("prefix", "keys", "sampling")
+    } | weights
+    made_of |= asdict(job.sampling)
     others = {"tokenizer": writer.tokenizer.fingerprint, "device": device, "dtype": str(writer.network.dtype)}
     made_of = jobs.as_json(made_of | others)
     done = jobs.finished(job, made_of, overwrite)

@@ -95,7 +95,7 @@ def test_a_job_that_ended_half_way_continues_with_the_same_tokens(job, writer, t
     ]  # fmt: skip
     sampled(other, writer)
     assert seen == [0, 1, 1, 2], "a finished job runs nothing"
-    with pytest.raises(UserError, match="sampling") as refused:
+    with pytest.raises(UserError, match=r"changed since: seed\n") as refused:
         sampled(replace(other, sampling=Sampling(LENGTH, 1.0, 0, seed=1)), writer)
     assert "--overwrite" in str(refused.value)
 
