@@ -61,8 +61,12 @@ class ExpertExchange:
         return torch.cat([y_SD, y_SD.new_zeros(len(x_SD) - len(y_SD), y_SD.shape[1])])
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def all_to_all(x: Tensor, sends: list[int], receives: list[int], group: dist.ProcessGroup | None) -> Tensor:
-    """Send consecutive rows to each rank, and return the rows of all ranks; the gradient takes the way back."""
+    """Send consecutive rows to each rank, and return the rows of all ranks; the gradient takes the way back.
+
+    It is not compiled: with torch 2.11 the compiled graph keeps its result until the backward pass.
+    """
     result: Tensor = _AllToAll.apply(x, sends, receives, group)  # type: ignore[no-untyped-call]
     return result
 
