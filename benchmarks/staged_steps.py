@@ -52,7 +52,7 @@ def staged_step(predictor: Predictor, staged: StagedLayout) -> StepCost:
     send = [_send(predictor, pairs[stage], pairs[stage + 1]) for stage in range(len(pairs) - 1)]
     table = predictor.table(
         layouts[0],
-        tuple(predictor.stage_cost(*pair) for pair in pairs),
+        tuple(predictor.stage_costs.of(*pair) for pair in pairs),
         tuple(group(predictor.cluster, here, layout.tensor, layout.data) for layout, here in pairs),
         tuple(send),
         tuple(range(len(pairs))),

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from steelyard.core.recipe.model_section import ModelConfig
     from steelyard.model import LanguageModel
     from steelyard.observe.rules import Verdict
-    from steelyard.planning.candidates import SearchResult
     from steelyard.planning.cluster import Cluster
+    from steelyard.planning.results import SearchResult
     from steelyard.text.tokenizer import Tokenizer
     from steelyard.training.extension import Extension
 

@@ -15,10 +15,10 @@ from steelyard.core import units
 from steelyard.core.recipe import Recipe
 from steelyard.core.recipe.parallel_section import Partition
 from steelyard.planning import memory_fit, pipeline_sim, uncertainty
-from steelyard.planning.candidates import Plan, SearchResult
 from steelyard.planning.cluster import Cluster
 from steelyard.planning.layout import Layout
 from steelyard.planning.predict import Predictor
+from steelyard.planning.results import Plan, SearchResult
 from steelyard.planning.software import STEELYARD, Software
 from steelyard.sizes.param_count import described, parameters
 

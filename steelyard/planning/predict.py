@@ -7,28 +7,28 @@ step. Values that many layouts share are cached, because a search evaluates thou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import groupby, product
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from steelyard.core.recipe import Recipe
-from steelyard.core.recipe.optimizers import GRADIENT_BYTES, OPTIMIZERS
-from steelyard.planning import communication, compute, update_cost
-from steelyard.planning.cluster import Cluster, Nodes, Placement
-from steelyard.planning.communication import AllToAll, Ring, group
-from steelyard.planning.compute import Pass, Work
-from steelyard.planning.cost_table import CostTable, Parts, RankParams, StageCost, UnitCost
+from steelyard.core.recipe.optimizers import GRADIENT_BYTES
+from steelyard.planning import communication, update_cost
+from steelyard.planning.cluster import Cluster
+from steelyard.planning.communication import Ring, group
+from steelyard.planning.compute import Work
+from steelyard.planning.cost_table import CostTable, Parts, RankParams, StageCost
 from steelyard.planning.evidence import layout_key, work_key
 from steelyard.planning.layer_dims import LayerDims
-from steelyard.planning.layout import Layout, Seat, Seats, link_kinds, seat_kinds, seat_pairs
+from steelyard.planning.layout import Layout, Seat, seat_pairs
+from steelyard.planning.rank_kinds import RankKinds
 from steelyard.planning.software import STEELYARD, Software, as_run
+from steelyard.planning.stage_costs import StageCosts
 from steelyard.planning.step import StepCost
 from steelyard.planning.step_bound import RankBound, step_bound
-from steelyard.planning.update_cost import UpdateCost
 from steelyard.planning.weight_copies import RankCopies, WeightShards, rank_copies
-from steelyard.sizes.gpu_catalogue import Gpu
+from steelyard.sizes.activations import working_bytes
 from steelyard.sizes.param_count import parameters
 from steelyard.sizes.rank_memory import RankMemory
 from steelyard.sizes.stage_layers import StageSizes
@@ -38,25 +38,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 MANY = 1 << 20  # ranks or micro-batches
-
-
-@dataclass(frozen=True)
-class StagePlacement:
-    """The seats of each pipeline rank, with a number for each set of ranks, or of links, that have the same cost."""
-
-    seats: list[tuple[Seat, ...]]
-    kinds: list[int]
-    links: list[int]
-
-    @cached_property
-    def runs(self) -> list[tuple[int, int, int]]:
-        """Neighbours of the same kind and with the same link to the next rank: kind, one of them, and their number."""
-        found, rank = [], 0
-        for (kind, _), same in groupby(zip(self.kinds, self.links, strict=True)):
-            number = len(list(same))
-            found.append((kind, rank, number))
-            rank += number
-        return found
 
 
 class Predictor:
@@ -77,17 +58,14 @@ class Predictor:
         self.profiles = {profile.gpu: profile for profile in profiles}
         self.recipe, self.cluster, self.software = recipe, linked(cluster, self.profiles), software
         self.dims = LayerDims.of(recipe)
-        self.each = 4 if recipe.train.precision == "fp32" else 2
+        self.each = working_bytes(recipe)
+        self.stage_costs = StageCosts(recipe, self.cluster, software, self.profiles, imbalance)
+        self.ranks = RankKinds(self.cluster)
         self._costs: dict[tuple[object, ...], dict[int, StageCost]] = {}
-        self._costs_on: dict[tuple[object, ...], StageCost] = {}
         self._sends: dict[tuple[object, ...], dict[int, float]] = {}
         self._rank_bounds: dict[tuple[object, ...], dict[int, RankBound]] = {}
         self._rings: dict[tuple[object, ...], dict[int, Ring]] = {}
         self._by_kind: dict[tuple[object, ...], dict[int, Any]] = {}
-        self._seats: dict[Placement, Seats] = {}
-        self._placed: dict[tuple[Placement, int, int], StagePlacement] = {}
-        self._numbers: dict[tuple[object, ...], int] = {}
-        self._examples: list[Any] = []
         self._params: dict[tuple[int, int, int], tuple[RankParams, ...]] = {}
         self._matrices: dict[int, int] = {}
         self._copies: dict[tuple[object, ...], dict[int, RankCopies]] = {}
@@ -112,31 +90,11 @@ class Predictor:
 
     def seats(self, layout: Layout) -> list[tuple[Seat, ...]]:
         """The nodes of each pipeline rank."""
-        return self._placement(layout).seats
+        return self.ranks.placement(layout).seats
 
     def kinds(self, layout: Layout) -> list[int]:
         """A number for each pipeline rank; ranks with the same number have the same cost."""
-        return self._placement(layout).kinds
-
-    def _placement(self, layout: Layout) -> StagePlacement:
-        key = (layout.placement, layout.pipeline, layout.stage_ranks)
-        if key not in self._placed:
-            if layout.placement not in self._seats:
-                self._seats[layout.placement] = Seats(self.cluster, layout.placement)
-            placed, ranks = self._seats[layout.placement], layout.stage_ranks
-            seats = [placed.of(stage * ranks, ranks) for stage in range(layout.pipeline)]
-            kinds = [self._intern(seat_kinds(each), each) for each in seats]
-            pairs = list(zip(seats, seats[1:] + seats[:1], strict=True))
-            links = [self._intern(link_kinds(*pair), pair) for pair in pairs]
-            self._placed[key] = StagePlacement(seats, kinds, links)
-        return self._placed[key]
-
-    def _intern(self, key: tuple[object, ...], example: Any) -> int:
-        """A number for all ranks, or pairs of neighbours, with the same cost; `example` is one of them."""
-        if key not in self._numbers:
-            self._numbers[key] = len(self._examples)
-            self._examples.append(example)
-        return self._numbers[key]
+        return self.ranks.placement(layout).kinds
 
     def rank_memory(self, layout: Layout) -> RankMemory:
         """The memory of Steelyard's ranks under the layout as a function of its partition."""
@@ -154,23 +112,23 @@ class Predictor:
 
     def step(self, layout: Layout) -> StepCost:
         """The cost of the layout's step as a function of its partition."""
-        placement = self._placement(layout)
+        placement = self.ranks.placement(layout)
         cut = (layout.tensor, layout.context, layout.micro_batch, layout.sequence_parallel)
         stages = self._stages(layout, placement.kinds)
-        send = self._each(self._sends, cut, placement.links, lambda pair: self.send(layout, *pair))
+        send = self.ranks.each(self._sends, cut, placement.links, lambda pair: self.send(layout, *pair))
         rings = self._groups(placement.kinds, layout.tensor, layout.data * layout.context)
         sends = (send * layout.virtual)[:-1]
         return StepCost(self.table(layout, stages, rings, sends, tuple(placement.kinds)))
 
     def bound(self, layout: Layout) -> float:
         """A lower bound for the step over all partitions, without a cost table if its kinds of ranks are known."""
-        placement = self._placement(layout)
+        placement = self.ranks.placement(layout)
         cut = (layout.tensor, layout.context, layout.micro_batch, layout.sequence_parallel)
         how = (cut, layout.expert, layout.recompute, layout.zero, layout.data, layout.pipeline > 1)
         known = self._rank_bounds.setdefault(how, {})
         new = [kind for kind, _, _ in placement.runs if kind not in known]
         known |= zip(new, self._new_rank_bounds(layout, new), strict=True)
-        send = self._each(self._sends, cut, placement.links, lambda pair: self.send(layout, *pair))
+        send = self.ranks.each(self._sends, cut, placement.links, lambda pair: self.send(layout, *pair))
         runs = [(known[kind], send[rank], count) for kind, rank, count in placement.runs]
         rounds = self.micro_batches(layout)
         return step_bound(runs, self.dims.layers, rounds, layout.virtual, layout.schedule) + self.overhead
@@ -188,11 +146,12 @@ class Predictor:
         """The cost of layers, embedding and head on pipeline ranks."""
         cut = (layout.tensor, layout.context, layout.micro_batch, layout.sequence_parallel)
         how = (cut, layout.expert, layout.recompute)
-        return self._each(self._costs, how, kinds, lambda seats: self.stage_cost(layout, seats))
+        return self.ranks.each(self._costs, how, kinds, lambda seats: self.stage_costs.of(layout, seats))
 
     def _groups(self, kinds: list[int], stride: int, size: int) -> tuple[Ring, ...]:
         """The slowest ring of `size` ranks with a stride of `stride` ranks, on pipeline ranks."""
-        return self._each(self._rings, (stride, size), kinds, lambda seats: group(self.cluster, seats, stride, size))
+        how = (stride, size)
+        return self.ranks.each(self._rings, how, kinds, lambda seats: group(self.cluster, seats, *how))
 
     def table(
         self,
@@ -204,7 +163,7 @@ class Predictor:
     ) -> CostTable:
         """The cost table of a layout from the costs of its pipeline ranks."""
         software, columns, expert = self.software, layout.data * layout.context, layout.expert
-        placed = self._placement(layout).kinds
+        placed = self.ranks.placement(layout).kinds
         same = self._groups(placed, layout.tensor * expert, columns // expert) if expert > 1 else ()
         return CostTable(
             schedule=layout.schedule,
@@ -236,7 +195,8 @@ class Predictor:
         """Seconds per weight of each pipeline rank besides products."""
         if not self.software.master_weights:
             return ()
-        return self._each(self._copies, self._shards(layout), kinds, lambda seats: self._copies_on(layout, seats))
+        how = self._shards(layout)
+        return self.ranks.each(self._copies, how, kinds, lambda seats: self._copies_on(layout, seats))
 
     def _shards(self, layout: Layout) -> tuple[object, ...]:
         """What these seconds depend on."""
@@ -248,7 +208,8 @@ class Predictor:
         ranks, piped = layout.data * layout.context, layout.pipeline > 1
         shards = WeightShards(ranks, layout.zero, self.micro_batches(layout), piped)
         found, gradient = [], GRADIENT_BYTES[self.recipe.optim.gradients]
-        for gpu in (self._gpu_of(nodes) for nodes in {seat.nodes.type: seat.nodes for seat in seats}.values()):
+        for nodes in {seat.nodes.type: seat.nodes for seat in seats}.values():
+            gpu = self.stage_costs.gpu_of(nodes)
             work = replace(Work.of(self.recipe, gpu, self.software, 1, (1, 1, False)), expert=layout.expert)
             copies = rank_copies(work, gradient, self.dims.experts is not None, shards)
             found.append(copies.scaled(self.evidence.factors(layout, gpu.name)))
@@ -261,10 +222,11 @@ class Predictor:
         """
         if not self.software.master_weights:
             return 0.0
-        work = Work.of(self.recipe, self._gpu_of(self.seats(layout)[0][0].nodes), self.software, 1, (1, 1, False))
+        gpu = self.stage_costs.gpu_of(self.seats(layout)[0][0].nodes)
+        work = Work.of(self.recipe, gpu, self.software, 1, (1, 1, False))
         gradient, has_experts = GRADIENT_BYTES[self.recipe.optim.gradients], self.dims.experts is not None
         params = self.rank_params(layout.tensor, 1, layout.expert)[0]
-        factors = self.evidence.factors(layout, work.gpu.name)
+        factors = self.evidence.factors(layout, gpu.name)
         return min(
             rank_copies(work, gradient, has_experts, WeightShards(*shards)).scaled(factors).of_layer(params.layer, 0)
             for shards in product((1, 2, MANY), range(4), (1, 2, MANY), (False, True))
@@ -282,22 +244,9 @@ class Predictor:
             self._matrices[tensor] = update_cost.exchanged_bytes(self.recipe, tensor)
         return self._matrices[tensor]
 
-    def _each(
-        self, kept: dict[tuple[object, ...], dict[int, T]], how: tuple[object, ...], numbers: list[int],
-        made: Callable[[Any], T],
-    ) -> tuple[T, ...]:  # fmt: skip
-        """One value for each number, computed once from its example."""
-        known = kept.setdefault(how, {})
-        try:
-            return tuple([known[number] for number in numbers])  # A generator takes twice as long.
-        except KeyError:
-            for number in set(numbers) - set(known):
-                known[number] = made(self._examples[number])
-            return tuple([known[number] for number in numbers])
-
     def each_kind(self, what: str, layout: Layout, made: Callable[[Sequence[Seat]], T]) -> tuple[T, ...]:
         """A value for each pipeline rank, made once from the seats of each kind of rank and kept under `what`."""
-        return self._each(self._by_kind, (what,), self._placement(layout).kinds, made)
+        return self.ranks.each(self._by_kind, (what,), self.ranks.placement(layout).kinds, made)
 
     def seconds(self, layout: Layout) -> float:
         """The time of the step."""
@@ -309,91 +258,7 @@ class Predictor:
 
     def costs(self, layout: Layout) -> tuple[StageCost, ...]:
         """The cost of layers, embedding and head on each pipeline rank."""
-        return self._stages(layout, self._placement(layout).kinds)
-
-    def stage_cost(self, layout: Layout, seats: Sequence[Seat]) -> StageCost:
-        """The cost on the slowest GPU among the seats."""
-        kinds = {seat.nodes.type: seat.nodes for seat in seats}.values()
-        tensor = group(self.cluster, seats, 1, layout.tensor)
-        context = group(self.cluster, seats, layout.tensor, layout.context)
-        expert = communication.all_to_all(self.cluster, seats, layout.tensor, layout.expert)
-        each = [self._cost_on(layout, self._gpu_of(nodes), tensor, context, expert) for nodes in kinds]
-        cost = max(each, key=lambda cost: cost.layer.forward + cost.layer.backward)
-        optim = self.recipe.optim
-        return replace(cost, update=_host_updates(kinds, OPTIMIZERS[optim.name].states)) if optim.offload else cost
-
-    def _gpu_of(self, nodes: Nodes) -> Gpu:
-        """The GPU of a node, with measured rates where a profile has them."""
-        gpu = self.cluster.gpu_of(nodes)
-        profile = self.profiles.get(gpu.name)
-        return gpu if profile is None else profile.calibrated(gpu, self.recipe.train.precision)
-
-    def _cost_on(self, layout: Layout, gpu: Gpu, tensor: Ring, context: Ring, expert: AllToAll) -> StageCost:
-        how = (layout.micro_batch, layout.sequence_parallel, layout.recompute, layout.data * layout.context > 1)
-        key = (gpu.name, tensor, context, expert, how)
-        if key not in self._costs_on:
-            self._costs_on[key] = self._new_cost(layout, gpu, tensor, context, expert)
-        return self._costs_on[key]
-
-    def _new_cost(self, layout: Layout, gpu: Gpu, tensor: Ring, context: Ring, expert: AllToAll) -> StageCost:
-        cut = (layout.tensor, layout.context, layout.sequence_parallel)
-        work = Work.of(self.recipe, gpu, self.software, layout.micro_batch, cut)
-        work = replace(work, expert=layout.expert, imbalance=self.imbalance)
-        tokens = layout.micro_batch * self.dims.sequence // layout.context
-        stream = self.each * tokens * self.dims.hidden
-        # Sequence parallelism replaces an all-reduce by a reduce-scatter and an all-gather: same bytes, two launches.
-        sum_ = 2 * tensor.gather(stream) if layout.sequence_parallel else tensor.all_reduce(stream)
-        sum_ *= self.software.exposed_exchange
-        keys = 2 * self.each * tokens * layout.context * self.dims.key / layout.tensor
-        gathered = context.gather(keys)
-        launch = self.software.collective_launch * (layout.tensor > 1) * (2 if layout.sequence_parallel else 1)
-        routed, counts = self._slot_exchange(tokens, expert)
-        launch_experts = self.software.collective_launch * counts
-        layer, full = self._layer(work), layout.recompute == "full"
-        # Outputs of the experts are needed again for the gradients of their weights, and of the router.
-        routed_again = 0.0 if layout.recompute == "none" else routed
-        sums_again = (1 if self.software.stops_early else 2) * sum_ + gathered if full else 0.0
-        if self.software.regathers and layout.sequence_parallel:
-            sums_again += 2 * tensor.gather(stream)
-        if self.software.per_op and layout.recompute == "selective" and layout.sequence_parallel:
-            sums_again += 2 * self.software.exposed_exchange * tensor.gather(stream)
-        ahead = layer.forward + 2 * sum_ + gathered + routed
-        back = layer.backward + 2 * sum_ + 2 * gathered + sums_again + _again(layer, layout.recompute)
-        back += routed + routed_again
-        launch_fsdp = self.software.fsdp_launch if layout.data * layout.context > 1 else 0.0
-        host = layer.host_forward + 2 * launch + launch_experts + launch_fsdp
-        cost = StageCost(
-            UnitCost(
-                forward=ahead,
-                backward=back,
-                host_forward=host,
-                host_backward=layer.host_backward + 2 * launch + launch_experts + launch_fsdp + (host if full else 0.0),
-                exchange=4 * sum_ + 3 * gathered + sums_again,
-                weights=layer.forward,  # One of the three matrix products of each linear map; the rest is small.
-                expert=2 * routed + routed_again,
-            ),
-            _end_cost(compute.embedding(work, self.dims), sum_ / 2, 0.0, launch),
-            _end_cost(compute.head(work, self.dims), 0.0, sum_, launch),
-            (update_cost.optimizer(work, self.recipe),),
-        )
-        return self.evidence.corrected(cost, layout, gpu.name)
-
-    def _slot_exchange(self, tokens: int, expert: AllToAll) -> tuple[float, float]:
-        """Seconds and number of the all-to-alls of one pass of a layer, to the experts and back; means over layers.
-
-        The busiest rank receives more slots than the others.
-        """
-        experts = self.dims.experts
-        if experts is None or expert.ranks == 1:
-            return 0.0, 0.0
-        slots = self.each * tokens * experts.top_k * self.dims.hidden * self.imbalance
-        return 2 * expert.seconds(slots) * experts.layers_share, 2 * experts.layers_share
-
-    def _layer(self, work: Work) -> Pass:
-        """The passes of a layer, scaled by the nearest measurement where a profile of the GPU exists."""
-        layer = compute.layer(work, self.dims)
-        profile = self.profiles.get(work.gpu.name)
-        return layer if profile is None else profile.scaled(layer, work, self.dims)
+        return self._stages(layout, self.ranks.placement(layout).kinds)
 
     def send(self, layout: Layout, one: Sequence[Seat], other: Sequence[Seat]) -> float:
         """Seconds to send from one stage to the next: the slowest pair, with all ranks of a node sending at once."""
@@ -425,23 +290,3 @@ def linked(cluster: Cluster, profiles: Mapping[str, Profile]) -> Cluster:
         nodes if (profile := profiles.get(gpu.name)) is None else profile.with_link(nodes, gpu) for nodes, gpu in found
     ]
     return cluster if changed == cluster.nodes else cluster.with_nodes(changed)
-
-
-def _host_updates(kinds: Iterable[Nodes], states: int) -> tuple[UpdateCost, ...]:
-    """The optimizer update in host memory, on each type of node."""
-    return tuple(update_cost.host_optimizer(nodes, nodes.gpus, states) for nodes in kinds)
-
-
-def _again(layer: Pass, recompute: str | int) -> float:
-    return layer.recompute if recompute == "full" else layer.selective if recompute == "selective" else 0.0
-
-
-def _end_cost(cost: Pass, exchange_forward: float, exchange_backward: float, launch: float) -> UnitCost:
-    return UnitCost(
-        cost.forward + exchange_forward,
-        cost.backward + exchange_backward,
-        cost.host_forward + launch,
-        cost.host_backward + launch,
-        exchange_forward + exchange_backward,
-        0.0,
-    )

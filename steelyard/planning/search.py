@@ -23,11 +23,12 @@ from steelyard.core.console import console
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
 from steelyard.planning import layout_space, memory_fit, partition
-from steelyard.planning.candidates import Candidates, MeshCandidate, Plan, SearchResult, plan_of, weight
+from steelyard.planning.candidates import Candidates, MeshCandidate
 from steelyard.planning.cluster import Cluster, Placement
 from steelyard.planning.layout import Layout, lacking, of_recipe
 from steelyard.planning.layout_space import UNLIMITED, SearchLimits, Use
 from steelyard.planning.predict import Predictor
+from steelyard.planning.results import Plan, SearchResult, plan_of, weight
 from steelyard.planning.software import MEGATRON, STEELYARD, Software
 
 if TYPE_CHECKING:

@@ -15,11 +15,11 @@ from dataclasses import replace
 import pytest
 
 from steelyard.planning import communication, compute, memory_fit
-from steelyard.planning.candidates import weight
 from steelyard.planning.cluster import Cluster
 from steelyard.planning.compute import Work
 from steelyard.planning.pipeline_sim import Times
 from steelyard.planning.predict import Predictor
+from steelyard.planning.results import weight
 from steelyard.planning.software import STEELYARD
 from tests.planning.machines import gpt, layout
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from steelyard.core.recipe import Recipe
-from steelyard.planning import compute, memory_fit, update_cost
+from steelyard.planning import compute, memory_fit, torchtitan_memory, update_cost
 from steelyard.planning.communication import BASE_LATENCY, REACHED
 from steelyard.planning.compute import Work
 from steelyard.planning.layer_dims import LayerDims
@@ -158,8 +158,8 @@ def test_torchtitan_keeps_every_second_product_of_a_layer():
     chosen = layout([("h100", 1)], (32,), data=8, zero=3, recompute="selective")
     recipe = chosen.applied(llama_8b(16, 8192))
     # Its input, attention's outcome and a number for each head; of the products query, values, gate and the last.
-    assert memory_fit.torchtitan_layer_kept(recipe) == 2 * (4096 + 4096) + 4 * 32 + 2 * (4096 + 1024 + 14336 + 4096)
-    assert memory_fit.torchtitan_layer_kept(replace(chosen, recompute="full").applied(llama_8b(16, 8192))) == 2 * 4096
+    assert torchtitan_memory.layer_kept(recipe) == 2 * (4096 + 4096) + 4 * 32 + 2 * (4096 + 1024 + 14336 + 4096)
+    assert torchtitan_memory.layer_kept(replace(chosen, recompute="full").applied(llama_8b(16, 8192))) == 2 * 4096
 
 
 def test_torchtitans_fullest_moment_is_the_loss_over_all_logits():

@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe, load_recipe
 from steelyard.planning import layout_space, memory_fit, partition, plan_report
-from steelyard.planning.candidates import MeshCandidate, weight
+from steelyard.planning.candidates import MeshCandidate
 from steelyard.planning.cluster import Cluster
 from steelyard.planning.layout import Layout
 from steelyard.planning.layout_space import SearchLimits, Use
 from steelyard.planning.plan_report import shown
 from steelyard.planning.predict import Predictor
+from steelyard.planning.results import weight
 from steelyard.planning.search import _loosest, search
 from steelyard.planning.search import given as predicted
 from steelyard.planning.software import EAGER, MEGATRON, STEELYARD, as_run
