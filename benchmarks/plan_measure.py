@@ -5,17 +5,21 @@
 
 Each case runs `steelyard plan measure` in this process: the rank's stages, shards and batch on fake process groups,
 real steps. The bars are 3% of memory and 5% of compute seconds. `--only 3,5` runs some cases, `--limit SECONDS` skips
-the cases that would start later.
+the cases that would start later. `launch_microseconds` is what the host takes for one small operation: cases that the
+host limits differ by it between machines.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import time
 import traceback
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import torch
 
 from steelyard.core.recipe import load_recipe
 from steelyard.planning import measured_ranks
@@ -89,7 +93,8 @@ def main() -> None:
         if options.out:
             options.out.write_text(json.dumps(rows, indent=1))
     print(table(as_rows(rows)))
-    print(json.dumps({"cases": rows, "seconds": round(time.monotonic() - began, 1), **summary(rows)}))
+    print(json.dumps({"cases": rows, "seconds": round(time.monotonic() - began, 1),
+                      "launch_microseconds": launch_microseconds(options.tiny), **summary(rows)}))  # fmt: skip
 
 
 def measured(number: int, each: Case, tiny: bool, steps: int) -> dict[str, Any]:
@@ -112,6 +117,20 @@ def measured(number: int, each: Case, tiny: bool, steps: int) -> dict[str, Any]:
             "expert_load", "predicted_bytes_by_kind")  # fmt: skip
     took = round(time.monotonic() - began, 1)
     return row | {key: result["ranks"][0][key] for key in keys} | {"device": result["device"], "took": took}
+
+
+def launch_microseconds(tiny: bool, operations: int = 500, rounds: int = 9) -> float:
+    """The median over rounds of the host's time for an operation on 16 elements that autograd records."""
+    x = torch.ones(16, device="cpu" if tiny else "cuda", requires_grad=True)
+    times = []
+    for _ in range(rounds):
+        if x.is_cuda:
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(operations):
+            x * 2.0
+        times.append((time.perf_counter() - began) / operations)
+    return round(1e6 * statistics.median(times), 2)
 
 
 def as_rows(rows: list[dict[str, Any]]) -> list[list[str]]:
