@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import tempfile
 import time
 import traceback
 from pathlib import Path
@@ -22,6 +23,8 @@ from typing import Any, NamedTuple
 import torch
 
 from steelyard.core.recipe import load_recipe
+from steelyard.observe.profile import trace_cache
+from steelyard.observe.profile.summary import short
 from steelyard.planning import measured_ranks
 from steelyard.planning.plan_report import table
 from steelyard.training import rank_measure
@@ -82,6 +85,7 @@ def main() -> None:
     parser.add_argument("--only", help="numbers of cases, such as 0,3")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--limit", type=float, default=1e9, help="seconds after which no case starts")
+    parser.add_argument("--profile", action="store_true", help="also profile one step of each case")
     parser.add_argument("--out", type=Path, help="also write the JSON here, after every case")
     options = parser.parse_args()
     chosen = range(len(CASES)) if options.only is None else [int(each) for each in options.only.split(",")]
@@ -89,7 +93,7 @@ def main() -> None:
     for number in chosen:
         if time.monotonic() - began > options.limit:
             break
-        rows.append(measured(number, CASES[number], options.tiny, options.steps))
+        rows.append(measured(number, CASES[number], options.tiny, options.steps, options.profile))
         if options.out:
             options.out.write_text(json.dumps(rows, indent=1))
     print(table(as_rows(rows)))
@@ -97,7 +101,7 @@ def main() -> None:
                       "launch_microseconds": launch_microseconds(options.tiny), **summary(rows)}))  # fmt: skip
 
 
-def measured(number: int, each: Case, tiny: bool, steps: int) -> dict[str, Any]:
+def measured(number: int, each: Case, tiny: bool, steps: int, is_profiled: bool) -> dict[str, Any]:
     """The row of one case."""
     # A CPU has no fp8: tiny cases compute in fp32, and their rows must not claim otherwise.
     own = [key for key in each.overrides if not (tiny and key.startswith("train.precision="))]
@@ -107,7 +111,11 @@ def measured(number: int, each: Case, tiny: bool, steps: int) -> dict[str, Any]:
     began = time.monotonic()
     try:
         recipe = load_recipe(each.model, overrides)
-        found = rank_measure.measure(recipe, each.world, [each.rank], steps)
+        with tempfile.TemporaryDirectory() as folder:
+            traces = Path(folder) if is_profiled else None
+            found = rank_measure.measure(recipe, each.world, [each.rank], steps, traces=traces)
+            if traces is not None:
+                row["profile"] = profile(traces)
         result = measured_ranks.with_prediction(found, recipe)
     except Exception as error:  # The other cases still run.
         traceback.print_exc()
@@ -117,6 +125,14 @@ def measured(number: int, each: Case, tiny: bool, steps: int) -> dict[str, Any]:
             "expert_load", "predicted_bytes_by_kind")  # fmt: skip
     took = round(time.monotonic() - began, 1)
     return row | {key: result["ranks"][0][key] for key in keys} | {"device": result["device"], "took": took}
+
+
+def profile(traces: Path) -> dict[str, Any]:
+    """Milliseconds of the profiled step, and those in which the GPU was busy; its kernels."""
+    [look], _ = trace_cache.read_all(trace_cache.traces_in(traces))
+    kernels = [[short(each.name), each.count, round(1e3 * each.amount, 3)] for each in look.kernels]
+    times = {"step": look.seconds, "busy": look.busy, **{f"idle in {k}": v for k, v in look.idle_by_part.items()}}
+    return {"milliseconds": {name: round(1e3 * seconds, 2) for name, seconds in times.items()}, "kernels": kernels}
 
 
 def launch_microseconds(tiny: bool, operations: int = 500, rounds: int = 9) -> float:

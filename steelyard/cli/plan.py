@@ -273,6 +273,9 @@ def measure(
     imbalance: Annotated[
         float, typer.Option("--expert-imbalance", min=1.0, metavar="X", help="Slots that a rank receives / sends.")
     ] = 1.0,
+    profile: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Also profile one step of each rank; its traces are kept here.")
+    ] = None,
     out: Annotated[Path, typer.Option(help="Write the measurement to this path.")] = Path("measured.json"),
     json: JsonOption = False,
 ) -> None:
@@ -284,16 +287,27 @@ def measure(
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # PyTorch's profiler, which counts the memory of a CPU, is silent
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    from steelyard.observe.profile import summary, trace_cache
     from steelyard.planning import measured_ranks
     from steelyard.training import rank_measure
 
     loaded = load_recipe(recipe, overrides or ())
     size = loaded.parallel.least_world if world is None else world
-    found = rank_measure.measure(loaded, size, _numbers("--ranks", ranks, 0), steps, imbalance)
-    result = measured_ranks.with_prediction(found, loaded)
+    chosen = _numbers("--ranks", ranks, 0)
+    if profile is not None:
+        profile.mkdir(parents=True, exist_ok=True)  # If it fails, it fails before the measurement.
+    result = measured_ranks.with_prediction(
+        rank_measure.measure(loaded, size, chosen, steps, imbalance, profile), loaded
+    )
+    lines = [measured_ranks.as_text(result)]
+    if profile is not None:
+        looks, problems = trace_cache.read_all(trace_cache.traces_in(profile))
+        looks = [each for each in looks if each.rank in chosen]
+        lines += ["", *summary.reported(looks), *problems]
+        result["profiles"] = [each.as_result() for each in looks]
     files.write_json(out, result)
     console.say(f"wrote {out}")
-    print_result(result | {"out": str(out)}, json, measured_ranks.as_text(result))
+    print_result(result | {"out": str(out)}, json, "\n".join(lines))
 
 
 def _numbers(option: str, text: str, least: int = 1) -> list[int]:

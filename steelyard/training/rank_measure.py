@@ -12,8 +12,10 @@ import gc
 import os
 import platform
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +26,7 @@ from steelyard import model as models
 from steelyard.core.console import console
 from steelyard.core.errors import RuntimeFailure, UserError
 from steelyard.core.recipe import Recipe
+from steelyard.core.recipe.log_section import LogSection
 from steelyard.core.run import now
 from steelyard.parallel import mesh as meshes
 from steelyard.parallel.fake_group import Received, fake_world
@@ -38,6 +41,7 @@ from steelyard.tokens.dataloader import Rows, columns
 from steelyard.training import device as devices
 from steelyard.training.engine import Engine
 from steelyard.training.extension import Extension
+from steelyard.training.profiler import Profiler
 from steelyard.training.tensor_peak import cpu_peak, held_bytes
 
 WARM_UP, STEPS = 3, 5
@@ -55,16 +59,34 @@ NOT_MEASURED = [
 ]
 
 
+class Settings(NamedTuple):
+    """What is the same for all ranks of a measurement."""
+
+    world: int
+    steps: int
+    imbalance: float
+    traces: Path | None
+
+
 def measure(
-    recipe: Recipe, world: int, ranks: Sequence[int] = (0,), steps: int = STEPS, imbalance: float = 1.0
+    recipe: Recipe,
+    world: int,
+    ranks: Sequence[int] = (0,),
+    steps: int = STEPS,
+    imbalance: float = 1.0,
+    traces: Path | None = None,
 ) -> dict[str, Any]:
-    """Measure some ranks of a job of `world` ranks, in the format that `planning.measured_ranks` reads."""
+    """Measure some ranks of a job of `world` ranks, in the format that `planning.measured_ranks` reads.
+
+    With `traces`, one more step of each rank runs under torch's profiler, which writes its trace to this folder.
+    """
     data = data_ranks(recipe, world)
     for rank in ranks:
         if not 0 <= rank < world:
             raise UserError(f"--ranks: there is no rank {rank} of {world}", hint=f"use ranks from 0 to {world - 1}")
     if recipe.finetune is not None or recipe.sparsity is not None:
         raise UserError("plan measure builds pretraining steps", hint="remove [finetune] and [sparsity]")
+    settings = Settings(world, steps, imbalance, traces)
     device = devices.choose(recipe)
     recipe = with_least_recompute(recipe, world, devices.usable_memory(device))
     name = devices.name(device)
@@ -100,7 +122,7 @@ def measure(
             "steelyard": steelyard.__version__, "torch": str(torch.__version__), "python": platform.python_version(),
         },
         "host": {"machine": platform.machine(), "cores": os.cpu_count() or 1, "threads": torch.get_num_threads()},
-        "ranks": [_rank(recipe, device, rank, world, steps, imbalance) for rank in ranks],
+        "ranks": [_rank(recipe, device, rank, settings) for rank in ranks],
         "not_measured": NOT_MEASURED,
     }  # fmt: skip
 
@@ -113,16 +135,19 @@ def _routing(recipe: Recipe, imbalance: float) -> str:
     return f"{own}; {received}"
 
 
-def _rank(recipe: Recipe, device: torch.device, rank: int, world: int, steps: int, imbalance: float) -> dict[str, Any]:
+def _rank(recipe: Recipe, device: torch.device, rank: int, settings: Settings) -> dict[str, Any]:
     """Build one rank, run its steps, and free it."""
-    console.say(f"rank {rank} of {world}: building it on {devices.name(device)}, then {WARM_UP} + {steps} steps")
+    world = settings.world
+    console.say(
+        f"rank {rank} of {world}: building it on {devices.name(device)}, then {WARM_UP} + {settings.steps} steps"
+    )
     _free(device)
     before = held_bytes(device)
     if world == 1:
-        found = _steps(recipe, meshes.alone(), device, steps, Received())
+        found = _steps(recipe, meshes.alone(), device, rank, settings, Received())
     else:
-        with fake_world(rank, world, imbalance) as received:
-            found = _steps(recipe, meshes.make(recipe.parallel, device.type), device, steps, received)
+        with fake_world(rank, world, settings.imbalance) as received:
+            found = _steps(recipe, meshes.make(recipe.parallel, device.type), device, rank, settings, received)
     _free(device)
     pipeline_rank = rank // (world // recipe.parallel.pipeline)
     predicted = memory_of(recipe, world, [pipeline_rank])[0]
@@ -145,7 +170,9 @@ def _free(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def _steps(recipe: Recipe, mesh: Mesh, device: torch.device, steps: int, received: Received) -> dict[str, Any]:
+def _steps(
+    recipe: Recipe, mesh: Mesh, device: torch.device, rank: int, settings: Settings, received: Received
+) -> dict[str, Any]:
     """Seconds of each phase, peak memory and the routing of this rank's steps."""
     engine = Engine(recipe, mesh, device, Extension(), None)
     initialise(engine)
@@ -159,7 +186,7 @@ def _steps(recipe: Recipe, mesh: Mesh, device: torch.device, steps: int, receive
     def step() -> tuple[Tensor, Tensor, Tensor]:
         return engine.step(next(batches), 0, 1e-5, labels, 1.0)
 
-    for number in range(WARM_UP + steps):
+    for number in range(WARM_UP + settings.steps):
         if number == WARM_UP and device.type == "cuda":  # Compilation and autotuning allocate more than a step does.
             torch.cuda.reset_peak_memory_stats(device)
         timeline.begin()
@@ -175,6 +202,10 @@ def _steps(recipe: Recipe, mesh: Mesh, device: torch.device, steps: int, receive
         peak, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
     else:
         peak = cpu_peak(step)
+    if settings.traces is not None:
+        log = LogSection(profile=[1, 1], profile_tool="torch")
+        with Profiler(log, settings.traces, device, rank, timeline, nullcontext).around(1):
+            step()
     seconds = {phase: median(step[phase] for step in found[WARM_UP:]) for phase in found[0]}
     load = engine.balance.metrics().get("expert_load")
     return {

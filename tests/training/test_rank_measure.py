@@ -103,12 +103,17 @@ def test_a_rank_that_does_not_exist_is_refused():
 @pytest.mark.slow
 def test_a_measurement_is_evidence_for_the_plan_and_checks_the_dry_run(workplace):
     layout = ("parallel.tensor=2", "train.global_batch=8", "train.micro_batch=1")
-    measured = workplace.steelyard("plan", "measure", "tiny.toml", *layout, "--world", "4", "--steps", "1", "--json")
+    options = ("--world", "4", "--steps", "1", "--profile", "traces", "--json")
+    measured = workplace.steelyard("plan", "measure", "tiny.toml", *layout, *options)
     assert measured.returncode == 0, measured.stderr
     found = json.loads(measured.stdout)
     [rank] = found["ranks"]
     assert found["layout"]["data"] == 2
     assert any("NCCL" in each for each in found["not_measured"])
+    [profile] = found["profiles"]
+    assert (profile["rank"], profile["steps"]) == (0, 1)
+    assert 0 < profile["busy"] <= profile["seconds"]
+    assert any(each["name"].startswith("aten::") for each in profile["kernels"])
     nodes = '[[nodes]]\ntype = "a"\ncount = 1\ngpu = "cpu"\ngpus = 4\n'
     (workplace.path / "cluster.toml").write_text(nodes)
     words = ("plan", "--model", "tiny.toml", "--cluster", "cluster.toml", "--given", "--json")

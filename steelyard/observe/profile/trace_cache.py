@@ -21,7 +21,7 @@ VERSION = 3  # of the cache; other versions are ignored
 def read(run: Run) -> tuple[list[Look], list[str]]:
     """The analysis of every profiled rank, and why traces could not be read."""
     folder = run.path / PROFILE
-    traces = _traces(folder)
+    traces = traces_in(folder)
     if not traces:
         return [], []
     stamps = {name: [path.stat().st_size, path.stat().st_mtime_ns] for name, path in traces.items()}
@@ -31,14 +31,14 @@ def read(run: Run) -> tuple[list[Look], list[str]]:
             return [_restored(values) for values in cached["ranks"]], list(cached["problems"])
         except (KeyError, TypeError):
             pass
-    looks, problems = _read_all(traces)
+    looks, problems = read_all(traces)
     summary = {"version": VERSION, "traces": stamps, "problems": problems, "ranks": [one.as_result() for one in looks]}
     with suppress(OSError):  # A read-only folder has no cache.
         files.write_json(folder / SUMMARY, summary)
     return looks, problems
 
 
-def _traces(folder: Path) -> dict[str, Path]:
+def traces_in(folder: Path) -> dict[str, Path]:
     """All traces by name. Raw data of nsys counts if there is no report of it."""
     traces = {}
     for tool, suffix in SUFFIXES.items():
@@ -49,7 +49,8 @@ def _traces(folder: Path) -> dict[str, Path]:
     return traces
 
 
-def _read_all(traces: dict[str, Path]) -> tuple[list[Look], list[str]]:
+def read_all(traces: dict[str, Path]) -> tuple[list[Look], list[str]]:
+    """The analysis of every trace, and why some could not be read."""
     looks, problems = [], []
     for name, path in traces.items():
         try:
