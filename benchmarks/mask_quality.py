@@ -12,7 +12,8 @@ line of JSON, the most important first.
 
 --corpus is a folder of `build_corpus.py`: its train part, or the token files of --tokens, is for training, and the
 first --windows, or more, of one of the other parts for evaluation. With --prior (a mask file of
-`steelyard prune --save mask`) the one-shot methods are left out, which saves time on a GPU.
+`steelyard prune --save mask`) the one-shot methods, and the other models of joint training, are left out, which saves
+time on a GPU.
 
 --method joint trains weights and masks together, with distillation. Its rows beside the dense model are a dense model
 that was trained on the same tokens, and masks that are learned in half of the steps and fine-tuned in the other half.
@@ -58,7 +59,7 @@ def main() -> None:
     parser.add_argument("--part", choices=["validation", "test"], default="validation", help="of the corpus")
     parser.add_argument("--windows", type=int, default=304, help="the least number of the part")
     parser.add_argument("--tokens", help="prefix of token files of the train part")
-    parser.add_argument("--prior", type=Path, help="mask file; leaves out the one-shot methods")
+    parser.add_argument("--prior", type=Path, help="mask file; leaves out all but --try")
     parser.add_argument("--method", choices=list(TRIES), default="learned")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--length", type=int, default=1024)
@@ -124,7 +125,7 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
         last = [record for record in run.metrics() if "loss" in record][-1]
         found = {key: last[key] for key in kept if key in last}
         row(f"{options.method}, {words}", steelyard(*ppl, run.path), seconds=round(seconds, 1), **found)
-    if options.method == "joint":
+    if options.method == "joint" and options.prior is None:
         baselines(options, data, mask, ppl, folder)
     for method in ("wanda", "hessian", "magnitude") if options.method == "learned" and options.prior is None else ():
         steelyard("prune", model, folder / f"{method}.mask", "--method", method, "--save", "mask", *shown)

@@ -1,12 +1,12 @@
 """Runs the GPU measurements that are still missing (docs/roadmap.md), most important first, each with a time limit.
 
-    python benchmarks/owed_on_gpu.py --out owed.json --model smol --text wikitext2-valid.txt --more english-prose.txt
-    python benchmarks/owed_on_gpu.py --out tiny.json --tiny         # the same on a CPU, in about two minutes
+    python benchmarks/owed_on_gpu.py --out owed.json --kit THERE    # what `gpu_kit.py` collected
+    python benchmarks/owed_on_gpu.py --out tiny.json --tiny         # the same programs on a CPU, in a few minutes
 
-Each measurement is a program in this folder. Its output is written to --out after every line, by rename, so that an
-interruption (the end of a lease, a kill) loses nothing. The same command continues after the measurements that --out
-has. --minutes is a time limit: measurements that would exceed it are not started. A measurement that fails or times out
-is recorded, and the next one starts.
+Each measurement is a program in this folder, or a command of Steelyard. Its output is written to --out after every
+line, by rename, so that an interruption (the end of a lease, a kill) loses nothing. The same command continues with the
+measurements that --out does not have. --minutes is a time limit: measurements that would exceed it are not started. A
+measurement that fails or times out is recorded, and the next one starts.
 
 --out is JSON: {"device", "versions", "steps": [{"name", "command", "page", "bar", "begun", "seconds", "state",
 "reached", "lines", "tail"}]}. `state` is running, done, failed, out of time or left out (and why); `lines` are the
@@ -19,7 +19,6 @@ import argparse
 import datetime
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -36,6 +35,7 @@ sys.path.insert(0, str(HERE.parent / "tools"))
 from slices import Record, device, versions  # noqa: E402
 
 PAGE = "docs/benchmarks.md"  # where results are written
+BEST = "optim.eps=1e-8 sparsity.distill=1.0"  # settings of mask learning and joint training
 
 Lines = list[dict[str, Any]]
 TAIL = 4000
@@ -61,9 +61,7 @@ def main() -> None:
     """Run the remaining steps."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--model", help="SmolLM2-135M: a Hugging Face folder, or a GGUF")
-    parser.add_argument("--text", help="a text for training and evaluation (benchmarks/mask_quality.py)")
-    parser.add_argument("--more", nargs="*", default=[], help="more texts for training")
+    parser.add_argument("--kit", type=Path, help="the unpacked folder of benchmarks/gpu_kit.py")
     parser.add_argument("--only", nargs="*", help="names of steps")
     parser.add_argument("--again", action="store_true", help="also run steps again that failed or timed out")
     parser.add_argument("--minutes", type=float, default=float("inf"))
@@ -91,73 +89,88 @@ def main() -> None:
 
 def whole(options: argparse.Namespace) -> list[Step]:
     """The missing measurements, most important first."""
-    without_model = None if options.model else "no --model"
-    without_text = without_model or (None if options.text else "no --text")
-    texts = ["--text", str(options.text), "--more", *options.more]
+    kit = options.kit
+    lacks = None if kit else "no --kit"
+    gguf, model, prior, own, corpus = (
+        str(Path(kit or "kit", name)) for name in ("smollm2.gguf", "smollm2", "prior.mask", "own", "corpus")
+    )
+    masks = ["mask_quality.py", model, "--corpus", corpus, "--part", "test", "--prior", prior]
+    seeds = [word for seed in range(3) for word in ("--try", f"{BEST} train.seed={seed}")]
+    sample = ["--tokens", "8400000", "--rows", "512", "--start", "<|endoftext|>", "--output-prefix", own]
+    calibration = ["--calibration", corpus + "/train.jsonl.zst", "--samples", "128", "--sequence-length", "1024"]
     return [
-        Step("kernels", ["sparse_kernels.py"], PAGE,
-             "masked linear 1.35 x dense, decode 1.4, prefill 1.25, SparseGPT no slower", 300, kernels),
-        Step("mask-training", ["mask_training.py"], PAGE, "0.8 of dense", 240,
-             lambda lines: value(lines, "masks beside dense", "share") >= 0.8),
-        Step("mask-quality", ["mask_quality.py", str(options.model), *texts], PAGE,
-             "learned masks within 1.2 x dense", 540, quality, without_text),
+        Step("plan-measure", ["plan_measure.py", "--profile"], PAGE, "12 of 12 within 3% of memory, 5% of compute", 300,
+             lambda lines: lines[0]["memory_within_bar"] == lines[0]["compute_within_bar"] == 12),
+        Step("model", ["steelyard", "checkpoint", "convert", gguf, model, "--to", "hf", "--json"], PAGE, "", 60,
+             lambda lines: None, lacks),
+        Step("prior", ["steelyard", "prune", model, prior, "--method", "sparsegpt", "--save", "mask", *calibration,
+             "--json"], PAGE, "", 180, lambda lines: None, lacks),
+        Step("sample", ["steelyard", "data", "sample", model, *sample, "--json"], PAGE, "", 300,
+             lambda lines: None, lacks),
+        Step("masks-own-text", [*masks, "--tokens", f"{own}_text_document", *seeds], PAGE, "1.06 x dense", 420,
+             lambda lines: worst(lines, "learned") <= 1.06, lacks),
+        Step("joint-own-text", [*masks, "--tokens", f"{own}_text_document", "--method", "joint", "--micro-batch", "8",
+             "--try", BEST], PAGE, "1.04 x dense", 300, lambda lines: worst(lines, "joint") <= 1.04, lacks),
+        Step("train-llama", ["train_speed.py", "llama", "train.tune_kernels=true", "--precision", "bf16", "fp8",
+             "--floor"], PAGE, "0.87 of the floor; fp8 80,000 tokens/s", 300,
+             lambda lines: value(lines, "steelyard fp8", "tokens_per_second") >= 80_000),
+        Step("train-gpt2", ["train_speed.py", "gpt2", "train.tune_kernels=true", "--floor"], PAGE,
+             "580,000 tokens/s", 240, lambda lines: value(lines, "steelyard bf16", "tokens_per_second") >= 580_000),
+        Step("memory-checkpoint", ["memory_checkpoint.py", "--rounds", "5"], PAGE, "1% of the step time", 240,
+             lambda lines: None),
+        Step("mask-quality", ["mask_quality.py", model, "--corpus", corpus], PAGE, "learned masks within 1.2 x dense",
+             540, quality, lacks),
         Step("sft-135m", ["sft.py", "--shape", "smollm2-135m"], PAGE, "1.3 x TRL", 240,
              lambda lines: ratio(lines, "steelyard", "trl") >= 1.3),
-        Step("sft-1b", ["sft.py", "--shape", "llama3.2-1b"], PAGE, "1.3 x TRL", 300,
-             lambda lines: ratio(lines, "steelyard", "trl") >= 1.3),
-        Step("eval-ppl", ["eval_ppl.py", str(options.model), "--length", "4096", "--windows", "16"], PAGE,
-             "1.3 x transformers", 150, lambda lines: ratio(lines, "steelyard", "transformers") >= 1.3, without_model),
-        Step("train-gpt2", ["train_speed.py", "gpt2", "--floor", "--peer"], PAGE, "580,000 tokens/s", 240,
-             lambda lines: value(lines, "steelyard bf16", "tokens_per_second") >= 580_000),
     ]  # fmt: skip
 
 
 def tiny() -> list[Step]:
-    """The same steps at small size, as a smoke test."""
+    """The programs at small size, as a smoke test."""
     commands = {
-        "kernels": ["sparse_kernels.py", "--tiny"],
-        "mask-training": ["mask_training.py", "--tiny", "--steps", "1"],
+        "plan-measure": ["plan_measure.py", "--tiny", "--only", "0,9,11", "--profile"],
         "mask-quality": ["mask_quality.py", "--tiny", "--try", "optim.eps=1e-8"],
         "sft-135m": ["sft.py", "--tiny", "--steps", "10", "--length", "128", "--micro-batch", "2"],
-        "eval-ppl": ["eval_ppl.py", "--tiny", "--length", "64"],
         "train": ["train_speed.py", "tiny", "--precision", "fp32", "--steps", "1"],
+        "memory-checkpoint": ["memory_checkpoint.py", "--tiny"],
     }
     return [Step(name, command, "", "it runs", 240, lambda lines: None) for name, command in commands.items()]
 
 
 def take(step: Step, record: Record) -> None:
     """Run a measurement. Its lines are recorded at once, and it is killed with its children at the time limit."""
-    words = [sys.executable, str(HERE / step.command[0]), *step.command[1:]]
+    program, *rest = step.command
+    words = [sys.executable, *(("-m", program) if program == "steelyard" else (str(HERE / program),)), *rest]
     print(f"--- {step.name}: {' '.join(words[1:])}", flush=True)
     begun, lines, tail = time.monotonic(), [], ""
     reported: dict[str, Any] = {"begun": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
     put(record, step, state="running", **reported)
     paths = [str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
-    program = subprocess.Popen(
+    process = subprocess.Popen(
         words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
     )
     is_late = threading.Event()
 
     def stop() -> None:
         is_late.set()
-        os.killpg(program.pid, signal.SIGKILL)
+        os.killpg(process.pid, signal.SIGKILL)
 
     timer = threading.Timer(step.limit, stop)
     timer.start()
     try:
-        assert program.stdout is not None
-        for line in program.stdout:
+        assert process.stdout is not None
+        for line in process.stdout:
             print(line, end="", flush=True)
             tail = (tail + line)[-TAIL:]
             if (found := parsed(line)) is not None:
                 lines.append(found)
                 put(record, step, state="running", lines=lines, seconds=round(time.monotonic() - begun, 1), **reported)
-        code = program.wait()
+        code = process.wait()
     finally:
         timer.cancel()
-        if program.poll() is None:
-            os.killpg(program.pid, signal.SIGKILL)
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
     state = "out of time" if is_late.is_set() else "done" if code == 0 else f"failed: {code}"
     reported |= {"seconds": round(time.monotonic() - begun, 1), "lines": lines, "tail": tail}
     put(record, step, state=state, reached=verdict(step, lines), **reported)
@@ -204,14 +217,9 @@ def ratio(lines: Lines, ours: str, theirs: str) -> float:
     return value(lines, ours, "tokens_per_second") / value(lines, theirs, "tokens_per_second")
 
 
-def kernels(lines: Lines) -> bool | None:
-    """Rows with a bar give the minimum gain ("above 0.74"); of several algorithms for one product the best counts."""
-    gains: dict[tuple[str, str], float] = {}
-    for row in (row for line in lines for row in line.get("rows", []) if row["wanted"].startswith("above")):
-        key = re.sub(r"algorithm \d+, ", "", row["what"]), row["wanted"].split()[1]
-        gains[key] = max(gains.get(key, 0.0), row["gain"])
-    is_lost = any(gain < float(wanted) for (_, wanted), gain in gains.items())
-    return False if is_lost else True if len(lines) == 4 else None
+def worst(lines: Lines, method: str) -> float:
+    """The largest perplexity of a method's rows, relative to the dense model."""
+    return max(float(line["times_dense"]) for line in lines if line["what"].startswith(method))
 
 
 def quality(lines: Lines) -> bool:
