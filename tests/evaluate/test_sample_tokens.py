@@ -136,7 +136,9 @@ def test_other_weights_are_another_job_and_a_tokenized_corpus_is_not_taken_for_s
     model = shutil.copytree(models / "llama", tmp_path / "model")
     words = ["--tokens", 50, "--length", 16, "--output-prefix", tmp_path / "own", "--device", "cpu"]
     assert steelyard("data", "sample", model, *words).returncode == 0
-    assert "already finished" in steelyard("data", "sample", model, *words).stderr
+    again = steelyard("data", "sample", model, *words)
+    assert "already finished" in again.stderr
+    assert "tokens/s" not in again.stdout
     os.utime(model / "model.safetensors", (1, 2_000_000_000))
     refused = steelyard("data", "sample", model, *words)
     assert refused.returncode == 2

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -36,9 +37,16 @@ def test_what_was_printed_is_kept_when_a_measurement_runs_out_of_time_or_fails(o
     assert [found[name]["state"] for name in ("late", "broken", "fine")] == ["out of time", "failed: 3", "done"]
     assert [found[name]["lines"] for name in ("late", "broken", "fine")] == [[{"n": 2}], [{"n": 1}], [{"n": 1}]]
     assert [found[name]["reached"] for name in ("late", "fine")] == [True, False]
+    silent = step(owed, tmp_path, "silent", "raise SystemExit(1)")
+    owed.take(silent, record)
+    assert record.state("silent") == "failed: 1"
     again = owed.Record(tmp_path / "out.json", "steps")
     assert [again.is_due(each.name, again=False) for each in (late, broken, fine)] == [False, False, False]
     assert [again.is_due(each.name, again=True) for each in (late, broken, fine)] == [True, True, False]
+    made = replace(fine, makes=tmp_path / "made.bin")
+    assert owed.is_due(made, again, again=False), "another machine has not what this step makes"
+    made.makes.touch()
+    assert not owed.is_due(made, owed.Record(tmp_path / "other.json", "steps"), again=False)
     owed.put(again, fine, state="running")  # as a kill in the midst of it leaves it
     assert owed.Record(tmp_path / "out.json", "steps").is_due(fine.name, again=False)
     assert "out of time" in owed.table(again)
