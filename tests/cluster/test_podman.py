@@ -121,8 +121,13 @@ def test_two_ranks_train_here_and_a_job_killed_at_once_leaves_no_container(yard:
     words = ["alike.toml", "parallel.data=2", "train.steps=100000", "--on", "local", *boxed, "--name", "boxed here"]
     run = yard.submit(*words)
     yard.until_step(run, 3)
-    [sample, *_] = (run / "logs" / f"{os.uname().nodename}.gpu").read_text().splitlines()
-    assert len(json.loads(sample)["devices"][0]["processes"]) == 2
+    samples = run / "logs" / f"{os.uname().nodename}.gpu"
+
+    def shows_both_ranks() -> bool:
+        whole = (line for line in samples.read_text().splitlines(keepends=True) if line.endswith("\n"))
+        return any(len(json.loads(line)["devices"][0]["processes"]) == 2 for line in whole)
+
+    yard.lab.until(shows_both_ranks, "a sample with both ranks", 120)
     assert containers()
     yard.steelyard("cancel", str(run), "--now")
     deadline = time.monotonic() + 300
