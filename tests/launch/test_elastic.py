@@ -374,11 +374,12 @@ def test_a_run_without_a_checkpoint_that_can_be_loaded_ends(workplace: Workplace
             path.write_bytes(content)
         os.kill(agent_of(run, "node-2"), signal.SIGKILL)
         until(lambda: len(attempts(run)) == 2, "the second attempt")
-        until(lambda: Run.open(run).state == "failed", "the end")
         until(lambda: not supervisors(run), "the end of the supervisor")
+        until((run / "launch" / "ended.json").exists, "the end of the job")
     finally:
         for process in supervisors(run):
             os.kill(process, signal.SIGTERM)
+    assert json.loads((run / "launch" / "ended.json").read_text())["state"] == "failed"
     assert len(attempts(run)) == 2
     assert all(path.exists() for path in damaged)
     verdict = workplace.steelyard("watch", str(run), "--once")
