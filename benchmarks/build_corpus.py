@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, default=Path("packages"), help="the folder of downloaded packages")
     parser.add_argument("--tokenizer", help="count tokens with this tokenizer, or that of this checkpoint")
     parser.add_argument("--accept", action="store_true", help="accept other versions and other digests")
-    parser.add_argument("--level", type=int, default=LEVEL, help="of zstd; 3 takes a quarter of the time")
+    parser.add_argument("--level", type=int, default=LEVEL, help="of zstd; 3 is much faster")
     options = parser.parse_args()
     listed = tomllib.loads(LISTED.read_text(encoding="utf-8"))
     packages = {part: _fetched(listed[part], options.cache, options.accept) for part in PARTS}

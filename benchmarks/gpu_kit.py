@@ -4,9 +4,9 @@
     mkdir THERE && cat KIT/pieces/* | tar -xJ -C THERE      # on the GPU machine
     THERE/python -c "import steelyard"                      # there, in the checkout
 
-Takes about 25 CPU minutes, most of them for the corpus, so run it before a GPU is rented. Packages, model, corpus and
-tokens that KIT has are not made again. `pieces/` has files of at most --mib, because a copy to such a machine may be
-limited. They give:
+Takes about 20 minutes on two busy x86 cores, most of them for the corpus, so run it before a GPU is rented. Packages,
+model, corpus and tokens that KIT has are not made again. `pieces/` has files of at most --mib, because a copy to such a
+machine may be limited. They give:
 
 - `site/`: the packages that the GPU machine's Python (--python) lacks, for PYTHONPATH;
 - `python`: runs that Python with `site/` and the checkout it is started in;
