@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -271,7 +272,13 @@ def measure(
     ranks: Annotated[str, typer.Option(help="Ranks to measure, one after the other, such as 0,7.")] = "0",
     steps: Annotated[int, typer.Option(min=1, help="Steps to measure after the warm-up.")] = 5,
     imbalance: Annotated[
-        float, typer.Option("--expert-imbalance", min=1.0, metavar="X", help="Slots that a rank receives / sends.")
+        float,
+        typer.Option(
+            "--expert-imbalance",
+            min=1.0,
+            metavar="X",
+            help="Slots that a rank receives, relative to those it sends.",
+        ),
     ] = 1.0,
     profile: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Also profile one step of each rank; its traces are kept here.")
@@ -295,7 +302,10 @@ def measure(
     size = loaded.parallel.least_world if world is None else world
     chosen = _numbers("--ranks", ranks, 0)
     if profile is not None:
-        profile.mkdir(parents=True, exist_ok=True)  # If it fails, it fails before the measurement.
+        try:  # Before the measurement, which may take minutes.
+            profile.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError):
+            raise UserError(f"--profile: {profile} is not a folder", hint="give a folder, or a new path") from None
     result = measured_ranks.with_prediction(
         rank_measure.measure(loaded, size, chosen, steps, imbalance, profile), loaded
     )
@@ -304,7 +314,9 @@ def measure(
         traces = trace_cache.traces_in(profile)
         names = [f"torch-rank-{rank:05d}.json.gz" for rank in chosen]
         looks, problems = trace_cache.read_all({name: traces[name] for name in names})
-        lines += ["", *summary.reported(looks), *problems]
+        # What looks like communication in the trace fills buffers with values in place of those of other ranks.
+        looks = [replace(each, communication=0.0, overlapped=0.0) for each in looks]
+        lines += ["", "one more step, profiled:", *summary.reported(looks), *problems]
         result["profiles"] = [each.as_result() for each in looks]
     files.write_json(out, result)
     console.say(f"wrote {out}")

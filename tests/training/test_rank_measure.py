@@ -133,6 +133,9 @@ def test_a_measurement_is_evidence_for_the_plan_and_checks_the_dry_run(workplace
     )
     assert other.returncode == 2
     assert "another layout" in other.stderr
+    refused = workplace.steelyard("plan", "measure", "tiny.toml", *layout, "--world", "4", "--profile", "tiny.toml")
+    assert refused.returncode == 2
+    assert "--profile: tiny.toml is not a folder" in refused.stderr
     for change in ({"world": 8}, {"layout": {}}, {"ranks": []}, {"gpu": "h100"}, {"precision": "fp8"}):
         (workplace.path / "bad.json").write_text(json.dumps(found | change))
         refused = workplace.steelyard(*words, "--measured", "bad.json")
