@@ -102,13 +102,13 @@ class Study:
         storage.persistently(lambda: self.optuna.set_user_attr("begun", True))
 
     def next(self) -> Trial | None:
-        """The next trial to run; None if no point of the space is left.
-
-        Two workers could start the same queued trial in an SQLite file, which has no locks of rows for Optuna.
-        """
-        alone = contextlib.nullcontext() if self.file is None else files.locked(self.file.with_suffix(LOCK), wait=True)
-        with alone:
+        """The next trial to run; None if no point of the space is left."""
+        with self._alone():
             return self._next()
+
+    def _alone(self) -> contextlib.AbstractContextManager[object]:
+        """No other worker changes the same trial: an SQLite file has no locks of rows for Optuna."""
+        return contextlib.nullcontext() if self.file is None else files.locked(self.file.with_suffix(LOCK), wait=True)
 
     def _next(self) -> Trial | None:
         if self.tune.sampler == "grid":
@@ -220,8 +220,11 @@ class Study:
     def left_by_the_lost(self) -> list[int]:
         """The lost trials whose jobs no worker has adopted, and none will when the study is over."""
         idle = ("waiting", outcome.REPEATED, outcome.SURPLUS, outcome.PRUNED_BY_PLAN)
-        left = [trial for trial in self.trials() if trial_history.result_of(trial) in idle]
-        return [int(each.user_attrs["takes_up"]) for each in left if "takes_up" in each.user_attrs]
+        known: dict[bool, set[int]] = {True: set(), False: set()}
+        for each in self.trials():
+            if "takes_up" in each.user_attrs:
+                known[trial_history.result_of(each) in idle].add(int(each.user_attrs["takes_up"]))
+        return sorted(known[True] - known[False])
 
     def fail_the_lost(self) -> list[int]:
         """End the trials whose worker was killed, and queue their points again. Returns their numbers.
@@ -232,25 +235,26 @@ class Study:
         from optuna.trial import TrialState
 
         lost = []
-        for trial in self.trials():
-            if trial.state != TrialState.RUNNING or not self._is_lost(trial):
-                continue
-            retries, is_elsewhere = int(trial.user_attrs.get("retries", 0)), self.tune.launch.on is not None
-            reported = {"outcome": outcome.LOST, "reason": "its worker was killed"}
-            if retries >= RETRIES and not is_elsewhere:
-                reported = {"outcome": outcome.CRASHED, "reason": "its worker was killed, again"}
-            try:
-                self.optuna._storage.set_trial_user_attr(trial._trial_id, "ended", reported)
-                self.optuna.tell(trial.number, state=TrialState.FAIL)
-            except (RuntimeError, ValueError):
-                continue  # Another worker was faster.
-            lost.append(trial.number)
-            if trial.params.keys() != self.space.dimensions.keys():
-                continue
-            if is_elsewhere:
-                self.again(trial, retries, takes_up=trial.number)
-            elif retries < RETRIES:
-                self.again(trial, retries + 1)
+        with self._alone():
+            for trial in self.trials():
+                if trial.state != TrialState.RUNNING or not self._is_lost(trial):
+                    continue
+                retries, is_elsewhere = int(trial.user_attrs.get("retries", 0)), self.tune.launch.on is not None
+                reported = {"outcome": outcome.LOST, "reason": "its worker was killed"}
+                if retries >= RETRIES and not is_elsewhere:
+                    reported = {"outcome": outcome.CRASHED, "reason": "its worker was killed, again"}
+                try:
+                    self.optuna._storage.set_trial_user_attr(trial._trial_id, "ended", reported)
+                    self.optuna.tell(trial.number, state=TrialState.FAIL)
+                except (RuntimeError, ValueError):
+                    continue  # Another worker was faster.
+                lost.append(trial.number)
+                if trial.params.keys() != self.space.dimensions.keys():
+                    continue
+                if is_elsewhere:
+                    self.again(trial, retries, takes_up=trial.number)
+                elif retries < RETRIES:
+                    self.again(trial, retries + 1)
         return lost
 
     def has_unregistered_worker(self) -> bool:

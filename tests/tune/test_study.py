@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
@@ -15,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from optuna.trial import TrialState
 
 from steelyard.core import files
 from steelyard.core.errors import RuntimeFailure, UserError
@@ -238,10 +240,45 @@ def test_a_trial_whose_worker_died_elsewhere_is_given_up_after_a_while(valley, m
     assert study.next().params != asked.params  # Twice is enough: the point may be what kills its workers.
 
 
+def test_two_workers_that_see_a_dead_one_at_the_same_time_queue_its_point_once(valley, monkeypatch):
+    monkeypatch.chdir(valley)
+    loaded = spec.load("valley.toml")
+    one, other = (Study(loaded, storage.url_of(valley, None), worker) for worker in range(2))
+    one.next().set_user_attr("worker", trial_history.me() | {"began": "before"})
+    failed, threads = [], []
+
+    def is_lost(trial):
+        if not threads:
+            threads.append(threading.Thread(target=lambda: failed.extend(other.fail_the_lost())))
+            threads[0].start()
+            threads[0].join(1.0)  # Without a lock it would be done by now.
+        return True
+
+    monkeypatch.setattr(one, "_is_lost", is_lost)
+    assert one.fail_the_lost() == [0]
+    threads[0].join(300)
+    assert failed == []
+    assert [trial.state.name for trial in one.trials()] == ["FAIL", "WAITING"]
+
+
+def test_a_job_that_a_worker_follows_is_not_left_over_if_its_point_is_also_queued(valley, monkeypatch):
+    monkeypatch.chdir(valley)
+    study = Study(spec.load("valley.toml"), storage.url_of(valley, None))
+    first = study.next()
+    study.again(first, 0, takes_up=first.number)
+    study.again(first, 0, takes_up=first.number)
+    assert study.left_by_the_lost() == [first.number]
+    first.set_user_attr("ended", {"outcome": "lost"})
+    study.optuna.tell(first, state=TrialState.FAIL)
+    assert study.next().user_attrs["takes_up"] == first.number
+    assert study.left_by_the_lost() == []
+
+
 def test_a_worker_that_others_took_for_dead_before_it_registered_takes_another_trial(valley, monkeypatch):
     monkeypatch.chdir(valley)
     monkeypatch.setattr("steelyard.tune.study.REGISTER_TIMEOUT", 0.1)
     slow, other = (Study(spec.load("valley.toml"), storage.url_of(valley, None), worker) for worker in range(2))
+    other.file = None  # As with a database server: workers wait for each other only if the study is a file.
     me, failed = trial_history.me, []
 
     def slowly():
