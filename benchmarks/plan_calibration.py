@@ -124,7 +124,7 @@ def fitted(found: list[Case], knobs: list[Knob], start: Values) -> Values:
         values = start | {knob.name: float(np.exp(log)) for knob, log in zip(knobs, logs, strict=True)}
         error = np.log(predicted(values, found) / measured)
         misfit = np.sign(error) * np.sqrt(weights * 2 * (np.sqrt(1 + (error / OUTLIER) ** 2) - 1))
-        hosts = np.log(values[LAUNCHES[0]] / values[LAUNCHES[1]]) / HOST
+        hosts = np.log(values[LAUNCHES[0]] / values[LAUNCHES[1]]) / HOST["default"]
         return np.concatenate([misfit, HOLD * (logs - first), [hosts]])
 
     low, high = (np.log([getattr(knob, end) for knob in knobs]) for end in ("least", "most"))

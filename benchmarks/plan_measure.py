@@ -5,22 +5,19 @@
 
 Each case runs `steelyard plan measure` in this process: the rank's stages, shards and batch on fake process groups,
 real steps. The bars are 3% of memory and 5% of compute seconds. `--only 3,5` runs some cases, `--limit SECONDS` skips
-the cases that would start later. `launch_microseconds` is what the host takes for one small operation: cases that the
-host limits differ by it between machines.
+the cases that would start later. `operation_us` is what the host takes for one small operation, which the prediction
+uses: cases that the host limits differ by it between machines.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import tempfile
 import time
 import traceback
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import torch
 
 from steelyard.core.recipe import load_recipe
 from steelyard.observe.profile import trace_cache
@@ -89,17 +86,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="also write the JSON here, after every case")
     options = parser.parse_args()
     chosen = range(len(CASES)) if options.only is None else [int(each) for each in options.only.split(",")]
-    began, launch, rows = time.monotonic(), launch_microseconds(options.tiny), []
+    began, rows = time.monotonic(), []
     for number in chosen:
         if time.monotonic() - began > options.limit:
             break
         rows.append(measured(number, CASES[number], options.tiny, options.steps, options.profile))
         print(json.dumps(rows[-1]), flush=True)
         if options.out:
-            options.out.write_text(json.dumps({"launch_microseconds": launch, "cases": rows}, indent=1))
+            options.out.write_text(json.dumps({"cases": rows}, indent=1))
     print(table(as_rows(rows)))
     seconds = round(time.monotonic() - began, 1)
-    print(json.dumps({"seconds": seconds, "launch_microseconds": launch, **summary(rows)}))
+    print(json.dumps({"seconds": seconds, **summary(rows)}))
 
 
 def measured(number: int, each: Case, tiny: bool, steps: int, is_profiled: bool) -> dict[str, Any]:
@@ -125,7 +122,8 @@ def measured(number: int, each: Case, tiny: bool, steps: int, is_profiled: bool)
             "compute_error", "seconds", "predicted_seconds", "step_seconds", "fill_seconds", "reserved_bytes",
             "expert_load", "predicted_bytes_by_kind")  # fmt: skip
     took = round(time.monotonic() - began, 1)
-    return row | {key: result["ranks"][0][key] for key in keys} | {"device": result["device"], "took": took}
+    found = {key: result["ranks"][0][key] for key in keys}
+    return row | found | {"device": result["device"], "operation_us": result["host"]["operation_us"], "took": took}
 
 
 def profile(traces: Path) -> dict[str, Any]:
@@ -137,20 +135,6 @@ def profile(traces: Path) -> dict[str, Any]:
     kernels = [[short(each.name), each.count, round(1e3 * each.amount, 3)] for each in look.kernels]
     times = {"step": look.seconds, "busy": look.busy, **{f"idle in {k}": v for k, v in look.idle_by_part.items()}}
     return {"milliseconds": {name: round(1e3 * seconds, 2) for name, seconds in times.items()}, "kernels": kernels}
-
-
-def launch_microseconds(tiny: bool, operations: int = 500, rounds: int = 9) -> float:
-    """The median over rounds of the host's time for an operation on 16 elements that autograd records."""
-    x = torch.ones(16, device="cpu" if tiny else "cuda", requires_grad=True)
-    times = []
-    for _ in range(rounds):
-        if x.is_cuda:
-            torch.cuda.synchronize()
-        began = time.perf_counter()
-        for _ in range(operations):
-            x * 2.0
-        times.append((time.perf_counter() - began) / operations)
-    return round(1e6 * statistics.median(times), 2)
 
 
 def as_rows(rows: list[dict[str, Any]]) -> list[list[str]]:

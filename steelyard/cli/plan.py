@@ -200,7 +200,10 @@ def _with_evidence(
     files_read = [measured_ranks.load(each) for each in measured]
     for each, read in zip(measured, files_read, strict=True):
         measured_ranks.refuse_another(read, recipe, each, machines)
-    return machines.with_evidence(measured_ranks.evidence_of(files_read, recipe, machines)) if files_read else machines
+    if not files_read:
+        return machines
+    machines = measured_ranks.with_measured_hosts(files_read, machines)
+    return machines.with_evidence(measured_ranks.evidence_of(files_read, recipe, machines))
 
 
 def _profile(path: Path, recipe: Recipe, machines: Cluster) -> Profile:

@@ -8,7 +8,7 @@ reduce-scatter      this rank's part of its own input; an all-reduce leaves its 
 all-to-all          of integers (slots per expert): an even load, times `imbalance`; of rows: this rank's rows, repeated
 receive             normal values drawn from a seed; of integers (a stage's vote for given shapes): ones
 
-Each fill is one kernel. On the compute stream it is timed, so that it can be subtracted from the time of its span.
+Each fill is one kernel on the compute stream, and is timed, so that it can be subtracted from the time of its span.
 """
 
 from __future__ import annotations
@@ -43,14 +43,26 @@ class Received:
 
     @contextmanager
     def fill(self, target: Tensor) -> Iterator[None]:
-        """The block fills a buffer on the current stream."""
-        is_cuda = target.is_cuda
-        if not self.is_timed or (is_cuda and torch.cuda.current_stream() != torch.cuda.default_stream()):
+        """The block fills a buffer. On a GPU it runs on the compute stream, whichever stream waits for the buffer.
+
+        Beside the compute stream it would take a share of the memory bandwidth that cannot be subtracted.
+        """
+        if not target.is_cuda:
+            start: Any = time.perf_counter()
             yield
+            self._record(start, time.perf_counter())
             return
-        start = _event() if is_cuda else time.perf_counter()
-        yield
-        self._fills.append((self.span(), start, _event() if is_cuda else time.perf_counter()))
+        waiting, compute = torch.cuda.current_stream(), torch.cuda.default_stream()
+        compute.wait_stream(waiting)
+        with torch.cuda.stream(compute):
+            start = _event()
+            yield
+            self._record(start, _event())
+        waiting.wait_stream(compute)
+
+    def _record(self, start: Any, end: Any) -> None:
+        if self.is_timed:
+            self._fills.append((self.span(), start, end))
 
     def seconds(self) -> dict[int, float]:
         """Seconds of fills by span since the last call."""

@@ -20,6 +20,7 @@ idle_watts = 200           # of a node without its GPUs, for --objective energy
 host_gib = 512             # host memory of a node, for optim.offload
 host_GBps = 200.0          # bandwidth of the host memory
 host_link_GBps = 25.0      # bandwidth between one GPU and the host
+host_operation_us = 8.0    # what the host takes for one small operation of PyTorch; `plan measure` prints it
 
 [[links]]
 between = ["a10", "a100"]  # two types or zones; the same name twice: within it; "*": any
@@ -57,6 +58,7 @@ ROOT_PORTS = 2  # x16 links from the GPUs of a node to its processors, one per s
 INTRA_GBPS = 16.0  # PCI Express 3.0 x16: the default of a GPU whose link is not known
 # Defaults of a node: one socket with six channels of DDR4-2933, and PCI Express 3.0 x16.
 HOST_GBPS, HOST_LINK_GBPS = 140.0, 15.75
+HOST_OPERATION_US = 8.0  # the default: a core of 2.5 GHz of a rented x86 node
 ANY = "*"
 MOST_NODES, MOST_GPUS = 10_000, 256  # per type, and per node: a larger number is a typing error
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=60)]
@@ -117,6 +119,12 @@ class Nodes(Section):
     host_gib: PositiveFloat | None = None
     host_GBps: PositiveFloat = HOST_GBPS
     host_link_GBps: PositiveFloat = HOST_LINK_GBPS
+    host_operation_us: Annotated[float, Field(gt=0, le=1000)] | None = None
+
+    @property
+    def host_speed(self) -> float:
+        """How long the host takes for its work, relative to the default."""
+        return (self.host_operation_us or HOST_OPERATION_US) / HOST_OPERATION_US
 
 
 class Link(Section):

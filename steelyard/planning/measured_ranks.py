@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, NonNegativeFloat, PositiveFloat, ValidationError, model_validator
@@ -79,6 +80,14 @@ class MeasuredLayout(Section):
         return self.model_dump(exclude={"micro_batch"}) | {"partition": "-".join(map(str, self.partition))}
 
 
+class MeasuredHost(Section):
+    """The host that launched the kernels; files from before 2026-11-19 do not have its speed."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    operation_us: PositiveFloat | None = None
+
+
 class MeasuredRanks(Section):
     """A file."""
 
@@ -91,6 +100,7 @@ class MeasuredRanks(Section):
     layout: MeasuredLayout
     micro_batches: Batch
     expert_imbalance: Annotated[float, Field(ge=1)] = 1.0
+    host: MeasuredHost = MeasuredHost()
     ranks: Annotated[list[MeasuredRank], Field(min_length=1)]
 
     @model_validator(mode="after")
@@ -146,11 +156,12 @@ def refuse_another(measured: MeasuredRanks, recipe: Recipe, path: Path, cluster:
         raise UserError(f"the recipe cannot have the measured layout: {first}", where=str(path)) from None
 
 
-def free_cluster(gpu: str, world: int, own: Sequence[OwnGpu] = ()) -> Cluster:
+def free_cluster(gpu: str, world: int, own: Sequence[OwnGpu] = (), host_operation_us: float | None = None) -> Cluster:
     """`world` GPUs of one kind whose links cost nothing; `own` describes GPUs that the catalogue does not have."""
     nodes = Nodes(type="node", count=1, gpu=gpu, gpus=1, intra_GBps=FREE_GBPS, intra_latency_us=0.0)
     link = Link(between=["*", "*"], GBps=FREE_GBPS, latency_us=0.0)
-    return Cluster(nodes=[nodes.model_copy(update={"count": world})], links=[link], gpus=list(own))
+    update = {"count": world, "host_operation_us": host_operation_us}
+    return Cluster(nodes=[nodes.model_copy(update=update)], links=[link], gpus=list(own))
 
 
 def with_world(recipe: Recipe, world: int) -> Recipe:
@@ -185,7 +196,8 @@ def phases_of(predictor: Predictor, layout: Layout, rank: int) -> dict[str, floa
 
 def with_prediction(result: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
     """The result of a measurement with predicted seconds beside the measured ones."""
-    ranks, machines = [], free_cluster(result["gpu"], result["world"])
+    ranks, operation = [], result["host"]["operation_us"]
+    machines = free_cluster(result["gpu"], result["world"], host_operation_us=operation)
     for rank in result["ranks"]:
         predicted = predicted_phases(recipe, machines, rank["pipeline_rank"], result["expert_imbalance"])
         total = sum(predicted.values())
@@ -196,13 +208,26 @@ def with_prediction(result: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
     return result | {"ranks": ranks}
 
 
+def with_measured_hosts(files: list[MeasuredRanks], cluster: Cluster) -> Cluster:
+    """The cluster with the hosts that launched the measured steps, where its file does not give their speed."""
+    speeds: dict[str, list[float]] = {}
+    for measured in files:
+        if measured.host.operation_us is not None:
+            speeds.setdefault(measured.gpu, []).append(measured.host.operation_us)
+    found = []
+    for nodes in cluster.nodes:
+        known = speeds.get(cluster.gpu_of(nodes).name) if nodes.host_operation_us is None else None
+        found.append(nodes.model_copy(update={"host_operation_us": median(known)}) if known else nodes)
+    return cluster.with_nodes(found)
+
+
 def evidence_of(files: list[MeasuredRanks], recipe: Recipe, cluster: Cluster) -> Evidence:
     """The evidence of measured ranks: factors of their work, over all ranks with the same work, and their memory."""
     sums: dict[WorkKey, list[dict[str, float]]] = {}
     peaks: dict[tuple[LayoutKey, int], int] = {}
     for measured in files:
         applied = _applied(recipe, measured)
-        machines = free_cluster(measured.gpu, measured.world, cluster.gpus)
+        machines = free_cluster(measured.gpu, measured.world, cluster.gpus, measured.host.operation_us)
         layout = of_recipe(applied, machines)
         for rank in measured.ranks:
             predicted = predicted_phases(applied, machines, rank.pipeline_rank, measured.expert_imbalance)
@@ -275,7 +300,8 @@ def as_text(result: dict[str, Any]) -> str:
     )
     lines = [
         f"{result['recipe']} on {result['world']} ranks ({degrees or 'one rank'}), {result['precision']}, "
-        f"{result['micro_batches']} micro-batches of {layout['micro_batch']}; measured on {result['device']}"
+        f"{result['micro_batches']} micro-batches of {layout['micro_batch']}; measured on {result['device']}, "
+        f"whose host takes {result['host']['operation_us']:g} us for a small operation (host_operation_us)"
     ]
     for rank in result["ranks"]:
         rows = [[f"rank {rank['rank']}, pipeline rank {rank['pipeline_rank']}", "predicted", "measured", "error"]]

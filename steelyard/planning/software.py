@@ -33,7 +33,7 @@ class Software:
     kernels: int
     """Kernels that the host launches in the forward pass of a layer; the backward pass launches twice as many."""
     launch: float
-    """Host seconds per kernel launch (fitted)."""
+    """Host seconds per kernel launch (fitted). All host seconds are those of a host with the default speed."""
     collective_launch: float
     """Additional host seconds per collective: its setup, and the wait for the slowest host (fitted)."""
     logit_bytes: float
@@ -52,8 +52,12 @@ class Software:
     """Bytes per weight and micro-batch to add a bf16 gradient to an fp32 sum."""
     master_weights: bool = False
     """Weights are fp32, and cast for products of 16 bits; with several data ranks FSDP holds them."""
-    fsdp_launch: float = 0.0
-    """Additional host seconds of a layer's pass if FSDP holds its weights: hooks, views, copies (measured)."""
+    fsdp_forward: float = 0.0
+    """Additional host seconds of a layer's forward pass if FSDP holds its weights: hooks, views, copies (measured)."""
+    fsdp_backward: float = 0.0
+    """The same for the backward pass (measured)."""
+    routing_wait: float = 0.0
+    """Host seconds for which the GPU waits after the host knows the slots that each expert rank receives (measured)."""
     fused_casts: bool = False
     """Without FSDP, products of 16 bits write their gradients in fp32."""
     split_softmax: int = 0
@@ -86,6 +90,11 @@ class Software:
     """Pipeline sends block compute instead of overlapping with it."""
     waits_to_receive: bool = False
     """Pipeline receives block too, and do not overlap with sends."""
+
+    def on_host(self, slowness: float) -> Software:
+        """The same program on a host that takes this many times as long as one with the default speed."""
+        keys = "launch", "collective_launch", "fsdp_forward", "fsdp_backward", "routing_wait"
+        return self if slowness == 1.0 else replace(self, **{key: slowness * getattr(self, key) for key in keys})
 
 
 # Counted: 2 norms, 4 products, 2 of attention, scale-mask-softmax, 2 dropouts, 2 residual additions, bias and GELU, and
@@ -147,7 +156,10 @@ STEELYARD = Software(
     fused_head=True,
     master_weights=True,
     fused_casts=True,
-    fsdp_launch=0.9e-3,  # `plan measure` of twelve tiny layers on a CPU, with 64 ranks and with one
+    # `plan measure` on two nodes with an H200: 190 and 110 small operations of the host, and 250.
+    fsdp_forward=1.5e-3,
+    fsdp_backward=0.9e-3,
+    routing_wait=2.0e-3,
 )
 # The loss is not compiled and uses fp32 logits: cast 6, softmax 12, backward 4, 12 and 6. On Hopper it asks for
 # FlashAttention 2 (torchtitan/models/attention.py): 335 TFLOP/s with heads of 128 on an H100, 0.65 of cuDNN's kernel as

@@ -41,8 +41,8 @@ class StageCosts:
         tensor = group(self.cluster, seats, 1, layout.tensor)
         context = group(self.cluster, seats, layout.tensor, layout.context)
         expert = communication.all_to_all(self.cluster, seats, layout.tensor, layout.expert)
-        each = [self._cost_on(layout, self.gpu_of(nodes), tensor, context, expert) for nodes in kinds]
-        cost = max(each, key=lambda cost: cost.layer.forward + cost.layer.backward)
+        each = [self._cost_on(layout, nodes, tensor, context, expert) for nodes in kinds]
+        cost = max(each, key=lambda cost: sum(cost.passes(1)))
         optim = self.recipe.optim
         return replace(cost, update=_host_updates(kinds, OPTIMIZERS[optim.name].states)) if optim.offload else cost
 
@@ -52,46 +52,51 @@ class StageCosts:
         profile = self.profiles.get(gpu.name)
         return gpu if profile is None else profile.calibrated(gpu, self.recipe.train.precision)
 
-    def _cost_on(self, layout: Layout, gpu: Gpu, tensor: Ring, context: Ring, expert: AllToAll) -> StageCost:
+    def _cost_on(self, layout: Layout, nodes: Nodes, tensor: Ring, context: Ring, expert: AllToAll) -> StageCost:
+        gpu = self.gpu_of(nodes)
         how = (layout.micro_batch, layout.sequence_parallel, layout.recompute, layout.data * layout.context > 1)
-        key = (gpu.name, tensor, context, expert, how)
+        key = (gpu.name, nodes.host_speed, tensor, context, expert, how)
         if key not in self._known:
-            self._known[key] = self._new_cost(layout, gpu, tensor, context, expert)
+            software = self.software.on_host(nodes.host_speed)
+            self._known[key] = self._new_cost(layout, gpu, software, tensor, context, expert)
         return self._known[key]
 
-    def _new_cost(self, layout: Layout, gpu: Gpu, tensor: Ring, context: Ring, expert: AllToAll) -> StageCost:
+    def _new_cost(
+        self, layout: Layout, gpu: Gpu, software: Software, tensor: Ring, context: Ring, expert: AllToAll
+    ) -> StageCost:
         cut = (layout.tensor, layout.context, layout.sequence_parallel)
-        work = Work.of(self.recipe, gpu, self.software, layout.micro_batch, cut)
+        work = Work.of(self.recipe, gpu, software, layout.micro_batch, cut)
         work = replace(work, expert=layout.expert, imbalance=self.imbalance)
         tokens = layout.micro_batch * self.dims.sequence // layout.context
         stream = self.each * tokens * self.dims.hidden
         # Sequence parallelism replaces an all-reduce by a reduce-scatter and an all-gather: same bytes, two launches.
         sum_ = 2 * tensor.gather(stream) if layout.sequence_parallel else tensor.all_reduce(stream)
-        sum_ *= self.software.exposed_exchange
+        sum_ *= software.exposed_exchange
         keys = 2 * self.each * tokens * layout.context * self.dims.key / layout.tensor
         gathered = context.gather(keys)
-        launch = self.software.collective_launch * (layout.tensor > 1) * (2 if layout.sequence_parallel else 1)
-        routed, counts = self._slot_exchange(tokens, expert)
-        launch_experts = self.software.collective_launch * counts
+        launch = software.collective_launch * (layout.tensor > 1) * (2 if layout.sequence_parallel else 1)
+        routed, layers = self._slot_exchange(tokens, expert)
+        launch_experts = 2 * software.collective_launch * layers
         layer, full = self._layer(work), layout.recompute == "full"
         # Outputs of the experts are needed again for the gradients of their weights, and of the router.
         routed_again = 0.0 if layout.recompute == "none" else routed
-        sums_again = (1 if self.software.stops_early else 2) * sum_ + gathered if full else 0.0
-        if self.software.regathers and layout.sequence_parallel:
+        sums_again = (1 if software.stops_early else 2) * sum_ + gathered if full else 0.0
+        if software.regathers and layout.sequence_parallel:
             sums_again += 2 * tensor.gather(stream)
-        if self.software.per_op and layout.recompute == "selective" and layout.sequence_parallel:
-            sums_again += 2 * self.software.exposed_exchange * tensor.gather(stream)
-        ahead = layer.forward + 2 * sum_ + gathered + routed
+        if software.per_op and layout.recompute == "selective" and layout.sequence_parallel:
+            sums_again += 2 * software.exposed_exchange * tensor.gather(stream)
+        ahead = layer.forward + 2 * sum_ + gathered + routed + software.routing_wait * layers
         back = layer.backward + 2 * sum_ + 2 * gathered + sums_again + _again(layer, layout.recompute)
         back += routed + routed_again
-        launch_fsdp = self.software.fsdp_launch if layout.data * layout.context > 1 else 0.0
-        host = layer.host_forward + 2 * launch + launch_experts + launch_fsdp
+        fsdp = (software.fsdp_forward, software.fsdp_backward) if layout.data * layout.context > 1 else (0.0, 0.0)
+        exchanges = 2 * launch + launch_experts
+        host = layer.host_forward + exchanges + fsdp[0]
         cost = StageCost(
             UnitCost(
                 forward=ahead,
                 backward=back,
                 host_forward=host,
-                host_backward=layer.host_backward + 2 * launch + launch_experts + launch_fsdp + (host if full else 0.0),
+                host_backward=layer.host_backward + exchanges + fsdp[1] + (host if full else 0.0),
                 exchange=4 * sum_ + 3 * gathered + sums_again,
                 weights=layer.forward,  # One of the three matrix products of each linear map; the rest is small.
                 expert=2 * routed + routed_again,
@@ -103,7 +108,7 @@ class StageCosts:
         return self.evidence.corrected(cost, layout, gpu.name)
 
     def _slot_exchange(self, tokens: int, expert: AllToAll) -> tuple[float, float]:
-        """Seconds and number of the all-to-alls of one pass of a layer, to the experts and back; means over layers.
+        """Seconds of the all-to-alls of one pass of a layer, to the experts and back, and the share of such layers.
 
         The busiest rank receives more slots than the others.
         """
@@ -111,7 +116,7 @@ class StageCosts:
         if experts is None or expert.ranks == 1:
             return 0.0, 0.0
         slots = self.each * tokens * experts.top_k * self.dims.hidden * self.imbalance
-        return 2 * expert.seconds(slots) * experts.layers_share, 2 * experts.layers_share
+        return 2 * expert.seconds(slots) * experts.layers_share, experts.layers_share
 
     def _layer(self, work: Work) -> Pass:
         """The passes of a layer, scaled by the nearest measurement where a profile of the GPU exists."""

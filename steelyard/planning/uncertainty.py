@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from steelyard.planning.cluster import DEFAULT_LINK, LATENCY_US, Cluster, Link, Nodes
+from steelyard.planning.cluster import DEFAULT_LINK, HOST_OPERATION_US, LATENCY_US, Cluster, Link, Nodes
 from steelyard.planning.layout import Layout
 
 if TYPE_CHECKING:
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 Z80 = 1.2816  # Four fifths of a normal distribution are within this many standard deviations.
 # Errors of a part by its evidence. `measured`: on this GPU with this model.
 COMPUTE = {"measured": 0.04, "calibrated": 0.06, "extrapolated": 0.13}
-HOST = 0.2  # of launches on a host that was not measured: two of the same kind differ by 13 to 19% (docs/benchmarks.md)
+# Of launches: two hosts of a kind differ by 13 to 19%, and the speed of one by as much between minutes (docs/plan.md).
+HOST = {"given": 0.1, "default": 0.2}
 LINK = {"given": 0.25, "default": 0.5}
 SHARED = 0.05  # of the whole step: what no part explains, such as the choice of kernels
 
@@ -62,7 +63,8 @@ def range_of(
     passes, update = parts.compute + parts.bubble, parts.optimizer + parts.overhead
     near, far = (0.0, parts.tensor) if tensor_crosses else (parts.tensor, 0.0)
     far += parts.gradient + parts.pipeline + parts.expert
-    gpu_share, host = 1 - host_share, COMPUTE["measured"] if compute == "measured" else HOST
+    hosts = "given" if all(nodes.host_operation_us is not None for nodes in types) else "default"
+    gpu_share, host = 1 - host_share, COMPUTE["measured"] if compute == "measured" else HOST[hosts]
     errors = (
         (gpu_share * passes + update) * COMPUTE[compute],
         host_share * (passes + near) * host,
@@ -122,6 +124,11 @@ def _assumed_of_nodes(cluster: Cluster, nodes: Nodes) -> list[str]:
         found += [f"GPU {gpu.name}: {key} = {getattr(gpu, key):g} (default)" for key in missing]
     elif kind == "extrapolated":
         found.append(f"GPU {gpu.name}: products sustain {gpu.sustained:g} of the peak (extrapolated: {source})")
+    if nodes.host_operation_us is None:
+        found.append(
+            f"nodes {nodes.type}: the host takes {HOST_OPERATION_US:g} us for a small operation (default); "
+            "set host_operation_us, which `steelyard plan measure` prints"
+        )
     if nodes.gpus > 1 and nodes.intra_GBps is None:
         rate = f"{inside.bandwidth / 1e9:g} GB/s over {inside.transport}"
         shared = f", of which {nodes.gpus} GPUs share the root ports" if inside.transport == "pcie" else ""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import os
 import platform
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -121,7 +122,10 @@ def measure(
         "versions": {
             "steelyard": steelyard.__version__, "torch": str(torch.__version__), "python": platform.python_version(),
         },
-        "host": {"machine": platform.machine(), "cores": os.cpu_count() or 1, "threads": torch.get_num_threads()},
+        "host": {
+            "machine": platform.machine(), "cores": os.cpu_count() or 1, "threads": torch.get_num_threads(),
+            "operation_us": operation_us(device),
+        },
         "ranks": [_rank(recipe, device, rank, settings) for rank in ranks],
         "not_measured": NOT_MEASURED,
     }  # fmt: skip
@@ -161,6 +165,20 @@ def _rank(recipe: Recipe, device: torch.device, rank: int, settings: Settings) -
         "predicted_bytes_by_kind": predicted.by_kind(),
         "memory_error": predicted.total / measured - 1 if measured > 0 else None,
     }
+
+
+def operation_us(device: torch.device, operations: int = 200, rounds: int = 25) -> float:
+    """Microseconds that the host takes for an operation on 16 elements that autograd records, the median of rounds."""
+    ones = torch.ones(16, device=device, requires_grad=True)
+    times = []
+    for _ in range(rounds):
+        if ones.is_cuda:
+            torch.cuda.synchronize(device)
+        began = time.perf_counter()
+        for _ in range(operations):
+            ones * 2.0
+        times.append((time.perf_counter() - began) / operations)
+    return round(1e6 * median(times), 2)
 
 
 def _free(device: torch.device) -> None:

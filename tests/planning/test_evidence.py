@@ -1,9 +1,12 @@
 """What measurements change in a prediction."""
 
+import json
+
 import pytest
 
+from steelyard.planning.cluster import HOST_OPERATION_US
 from steelyard.planning.evidence import Evidence, Factors, layout_key, work_key
-from steelyard.planning.measured_ranks import free_cluster, phases_of
+from steelyard.planning.measured_ranks import free_cluster, load, phases_of, with_measured_hosts
 from steelyard.planning.memory_fit import rooms
 from steelyard.planning.predict import Predictor
 from tests.planning.machines import cluster, gpt, layout
@@ -62,3 +65,33 @@ def test_the_peak_of_a_measured_rank_replaces_the_predicted_memory_of_its_layout
     assert room.memory.total == sum(room.memory.by_kind().values()) == 123_456_789
     [other] = rooms(Predictor(recipe, known), placed(4))
     assert other.memory == rooms(Predictor(recipe, machines), placed(4))[0].memory
+
+
+def test_a_slow_host_costs_small_layers_time_and_large_ones_none():
+    def step(recipe, operation: float | None, data: int = 1) -> float:
+        machines = free_cluster("h200", 8, host_operation_us=operation)
+        return sum(phases_of(Predictor(recipe, machines), placed(8 // data), 0).values())
+
+    small, large = gpt(hidden=256, batch=64), gpt(hidden=8192, heads=64, batch=64, length=8192)
+    assert step(small, 16.0, 8) == pytest.approx(2 * step(small, None, 8), rel=0.1)
+    assert step(large, 16.0, 8) == pytest.approx(step(large, None, 8), rel=0.01)
+    assert step(small, HOST_OPERATION_US) == step(small, None)
+
+
+def test_a_measured_host_counts_where_the_cluster_file_has_none(tmp_path):
+    values = {
+        "world": 1, "gpu": "a100-80", "precision": "fp16", "model": {}, "micro_batches": 1, "expert_imbalance": 1.0,
+        "layout": {"tensor": 1, "context": 1, "expert": 1, "pipeline": 1, "virtual": 1, "data": 1, "zero": 0,
+                   "sequence_parallel": False, "schedule": "1f1b", "recompute": "none", "partition": [8],
+                   "micro_batch": 1},
+        "ranks": [{"rank": 0, "pipeline_rank": 0, "compute_seconds": 1.0, "peak_bytes": 1,
+                   "seconds": {"forward": 1.0, "backward": 1.0, "optimizer": 1.0}}],
+    }  # fmt: skip
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    old.write_text(json.dumps(values))
+    new.write_text(json.dumps(values | {"host": {"machine": "x86_64", "operation_us": 12.0}}))
+    machines = cluster(("a100-80", 1, 8), ("v100-16", 1, 8))
+    known = with_measured_hosts([load(old), load(new)], machines)
+    assert [nodes.host_operation_us for nodes in known.nodes] == [12.0, None]
+    given = cluster(("a100-80", 1, 8), host_operation_us=6.0)
+    assert with_measured_hosts([load(new)], given).nodes == given.nodes

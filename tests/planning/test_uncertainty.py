@@ -49,9 +49,10 @@ def test_a_range_is_wider_if_the_network_is_a_default():
 def test_every_default_is_listed_and_a_complete_file_has_none():
     bare = Cluster.model_validate({"nodes": [{"type": "a10", "count": 2, "gpu": "a10", "gpus": 4}]})
     listed = "\n".join(assumptions(bare))
-    for said in ("0.41 of the peak (extrapolated", "16 GB/s over pcie", "no price_hour", "1.25 GB/s Ethernet"):
+    for said in ("0.41 of the peak (extrapolated", "16 GB/s over pcie", "no price_hour", "1.25 GB/s Ethernet", "8 us"):
         assert said in listed
     node = {"type": "a100", "count": 2, "gpu": "a100-80", "gpus": 4, "intra_GBps": 300.0, "price_hour": 9.0}
+    node["host_operation_us"] = 6.0
     link = {"between": ["a100", "a100"], "GBps": 25.0, "latency_us": 3.0, "transport": "rdma"}
     assert assumptions(Cluster.model_validate({"nodes": [node], "links": [link]})) == []
     socket = Cluster.model_validate({"nodes": [node], "links": [link | {"transport": None}]})
