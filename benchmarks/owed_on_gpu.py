@@ -108,26 +108,10 @@ def whole(options: argparse.Namespace) -> list[Step]:
     """The missing measurements, most important first."""
     kit = options.kit
     lacks = None if kit else "no --kit"
-    names = "smollm2.gguf", "smollm2", "prior.mask", "own", "corpus", "train_text_document"
-    gguf, model, prior, own, corpus, train = (str(Path(kit or "kit", name)) for name in names)
-    masks = [
-        "mask_quality.py",
-        model,
-        "--corpus",
-        corpus,
-        "--part",
-        "test",
-        "--prior",
-        prior,
-        "--steps",
-        "1000",
-        "--micro-batch",
-        "8",
-        "--tokens",
-        f"{own}_text_document",
-    ]
-    seeds = [word for seed in range(3) for word in ("--try", f"{LEARNED} train.seed={seed}")]
-    sample = ["--tokens", "8400000", "--rows", "512", "--start", "<|endoftext|>", "--output-prefix", own]
+    names = "smollm2.gguf", "smollm2", "prior.mask", "corpus", "train_text_document"
+    gguf, model, prior, corpus, train = (str(Path(kit or "kit", name)) for name in names)
+    masks = ["mask_quality.py", model, "--corpus", corpus, "--part", "validation", "--prior", prior, "--steps", "1000",
+             "--micro-batch", "8", "--tokens", train]  # fmt: skip
     calibration = ["--calibration", corpus + "/train.jsonl.zst", "--samples", "128", "--sequence-length", "1024"]
     return [
         Step("plan-measure", ["plan_measure.py", "--profile", "--limit", "300"], PAGE,
@@ -137,11 +121,9 @@ def whole(options: argparse.Namespace) -> list[Step]:
              lambda lines: None, lacks, Path(model)),
         Step("prior", ["steelyard", "prune", model, prior, "--method", "sparsegpt", "--save", "mask", *calibration,
              "--json"], PAGE, "", 180, lambda lines: None, lacks, Path(prior)),
-        Step("sample", ["steelyard", "data", "sample", model, *sample, "--json"], PAGE, "", 300,
-             lambda lines: None, lacks, Path(f"{own}.sample.json")),
-        Step("masks-own-text", [*masks, *seeds], PAGE, "1.06 x dense", 540,
+        Step("masks", [*masks, "--try", LEARNED], PAGE, "1.06 x dense on the test part", 180,
              lambda lines: worst(lines, "learned") <= 1.06, lacks),
-        Step("joint-own-text", [*masks, "--method", "joint", "--try", JOINT], PAGE, "1.04 x dense", 300,
+        Step("joint", [*masks, "--method", "joint", "--try", JOINT], PAGE, "1.04 x dense on the test part", 240,
              lambda lines: worst(lines, "joint") <= 1.04, lacks),
         Step("train-llama", ["train_speed.py", "llama", "train.tune_kernels=true", "--precision", "bf16", "fp8",
              "--floor"], PAGE, "0.87 of the floor; fp8 80,000 tokens/s", 300,
