@@ -122,7 +122,7 @@ class Nodes(Section):
     host_operation_us: Annotated[float, Field(gt=0, le=1000)] | None = None
 
     @property
-    def host_speed(self) -> float:
+    def host_slowness(self) -> float:
         """How long the host takes for its work, relative to the default."""
         return (self.host_operation_us or HOST_OPERATION_US) / HOST_OPERATION_US
 

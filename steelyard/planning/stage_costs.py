@@ -55,9 +55,9 @@ class StageCosts:
     def _cost_on(self, layout: Layout, nodes: Nodes, tensor: Ring, context: Ring, expert: AllToAll) -> StageCost:
         gpu = self.gpu_of(nodes)
         how = (layout.micro_batch, layout.sequence_parallel, layout.recompute, layout.data * layout.context > 1)
-        key = (gpu.name, nodes.host_speed, tensor, context, expert, how)
+        key = (gpu.name, nodes.host_slowness, tensor, context, expert, how)
         if key not in self._known:
-            software = self.software.on_host(nodes.host_speed)
+            software = self.software.on_host(nodes.host_slowness)
             self._known[key] = self._new_cost(layout, gpu, software, tensor, context, expert)
         return self._known[key]
 
