@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from math import gcd
 from operator import gt
 from typing import TYPE_CHECKING, NamedTuple
@@ -93,7 +94,7 @@ class Candidates:
             for splits in (False, True)
         }
         self.layers: dict[tuple[str, int, int, int, bool], float] = {}
-        self.lightest: dict[tuple[object, ...], int] = {}
+        self.lightest: dict[tuple[object, ...], list[int]] = {}
         self.fastest: dict[tuple[str, int, int, int], float] = {}
         self.bounding_sequences: dict[tuple[object, ...], list[bool]] = {}
         self.bounds: dict[MeshCandidate, float] = {}
@@ -175,7 +176,8 @@ class Candidates:
         layout = mesh.layout(Variant("none", 0, sequence))
         predictor = self.predictor(layout)
         unit, copies = predictor.costs(layout)[0].layer, predictor.least_copies(layout)
-        return max(unit.least_on_links, unit.forward + unit.backward - unit.expert + copies)
+        # All-to-alls take no time here: their links depend on nodes that are not chosen yet.
+        return max(unit.host, unit.gpu - unit.expert + copies)
 
     def zeros(self, mesh: MeshCandidate) -> list[int]:
         """The ZeRO stages that differ on this mesh."""
@@ -216,14 +218,15 @@ class Candidates:
         return self.balanced_bounds[key]
 
     def _bounding_layouts(self, mesh: MeshCandidate, recompute: str) -> list[Layout]:
-        """Layouts with the ZeRO stage whose weights cost the passes the least."""
+        """Layouts with the ZeRO stages whose weights cost the passes the least."""
         columns, zeros = mesh.data * mesh.context, self.zeros(mesh)
         kind = (mesh.expert, mesh.pipeline > 1, mesh.schedule == "zero-bubble")
         key = (columns, mesh.micro_batch * mesh.data, *kind, *zeros)
         if key not in self.lightest:
             layout = mesh.layout(Variant(recompute, 0, False))
             self.lightest[key] = self.predictor(layout).lightest(layout, zeros)
-        return [mesh.layout(Variant(recompute, self.lightest[key], sequence)) for sequence in self.bounding(mesh)]
+        each = product(self.lightest[key], self.bounding(mesh))
+        return [mesh.layout(Variant(recompute, zero, sequence)) for zero, sequence in each]
 
     def may_fit(self, mesh: MeshCandidate) -> bool:
         """Whether the layout of the mesh that needs the least memory fits; if not, none of its layouts does."""

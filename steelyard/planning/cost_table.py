@@ -47,23 +47,19 @@ class UnitCost:
     """GPU seconds of both passes that are all-to-alls of expert parallelism."""
 
     @property
-    def host_share(self) -> float:
-        """By how much both passes take longer if the host takes longer, relative to each other."""
-        passes = (self.host_forward, self.forward), (self.host_backward, self.backward)
-        both = [(compute.together(host, gpu), host) for host, gpu in passes]
-        seconds = sum(together for together, _ in both)
-        late = sum(together * (host / together) ** compute.OVERLAP for together, host in both if together)
-        return float(late / seconds)
+    def gpu(self) -> float:
+        """Seconds of the GPU in both passes."""
+        return self.forward + self.backward
 
     @property
-    def least(self) -> float:
-        """A lower bound for both passes: a slow host may overlap with the GPU work of other layers."""
-        return max(self.forward + self.backward, self.host_forward + self.host_backward)
+    def host(self) -> float:
+        """Seconds of the host in both passes."""
+        return self.host_forward + self.host_backward
 
-    @property
-    def least_on_links(self) -> float:
-        """The same for all-to-alls that take no time: their links depend on nodes that are not chosen yet."""
-        return max(self.forward + self.backward - self.expert, self.host_forward + self.host_backward)
+
+StageCopies = tuple[float, float, float, float]
+"""What the weights of a stage cost besides products: forward and backward seconds of the GPU, and of the host."""
+NO_COPIES: StageCopies = (0.0, 0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -75,55 +71,31 @@ class StageCost:
     head: UnitCost
     update: tuple[UpdateCost, ...]
     """The optimizer update on each type of node of the rank; the slowest one counts."""
-    _known: dict[tuple[int, int, tuple[float, float]], tuple[float, float]] = field(
+    _known: dict[tuple[int, int, StageCopies], tuple[float, float]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
-    def passes(self, layers: int, end: int = 0, copies: tuple[float, float] = (0.0, 0.0)) -> tuple[float, float]:
+    def passes(self, layers: int, end: int = 0, copies: StageCopies = NO_COPIES) -> tuple[float, float]:
         """Forward and backward seconds of a stage; `end` is 1 for the first stage, 2 for the last, 3 for the only one.
 
-        `copies` are GPU seconds of its weights besides products. Results are cached, because a search evaluates the
-        same few stages in thousands of layouts.
+        Results are cached, because a search evaluates the same few stages in thousands of layouts.
         """
         key = (layers, end, copies)
         if key not in self._known:
             units = [(layers, self.layer), (end & 1, self.embedding), (end >> 1, self.head)]
             forward = copies[0] + sum(count * each.forward for count, each in units)
             backward = copies[1] + sum(count * each.backward for count, each in units)
-            host_forward = sum(count * each.host_forward for count, each in units)
-            host_backward = sum(count * each.host_backward for count, each in units)
+            host_forward = copies[2] + sum(count * each.host_forward for count, each in units)
+            host_backward = copies[3] + sum(count * each.host_backward for count, each in units)
             self._known[key] = compute.together(host_forward, forward), compute.together(host_backward, backward)
         return self._known[key]
 
-    def end_seconds(self, end: UnitCost) -> float:
-        """The least that the embedding or the head adds to a rank whose layers are bounded by `UnitCost.least`.
-
-        It is host time where the host bounds the layers and GPU time elsewhere: the two overlap and do not add up.
-        """
-        layer = self.layer
-        if layer.host_forward + layer.host_backward > layer.forward + layer.backward:
-            return end.host_forward + end.host_backward
-        return end.forward + end.backward
-
-
-class PassCopies(NamedTuple):
-    """Seconds of the weights of a layer, and of embedding, norm and head, in a forward and in a backward pass."""
-
-    forward: float
-    backward: float
-    ends_forward: float
-    ends_backward: float
-
-    @classmethod
-    def of(cls, params: RankParams, copies: RankCopies) -> PassCopies:
-        """The seconds of a rank's parameters."""
-        layer, ends, experts = copies
-        return cls(
-            params.layer * layer.forward + params.experts * experts.forward,
-            params.layer * layer.backward + params.experts * experts.backward,
-            params.ends * ends.forward,
-            params.ends * ends.backward,
-        )
+    def host_share(self, copies: StageCopies) -> float:
+        """By how much both passes of a layer take longer if the host takes longer, relative to each other."""
+        hosts = self.layer.host_forward + copies[2], self.layer.host_backward + copies[3]
+        passes = list(zip(hosts, self.passes(1, 0, copies), strict=True))
+        late = sum(seconds * (host / seconds) ** compute.OVERLAP for host, seconds in passes if seconds)
+        return float(late / sum(seconds for _, seconds in passes))
 
 
 class RankParams(NamedTuple):
@@ -136,6 +108,15 @@ class RankParams(NamedTuple):
     ends: int
     experts: int = 0
     """Experts of one layer that expert parallelism divides; `layer` does not include them."""
+
+    def copies(self, copies: RankCopies, layers: int, has_end: bool) -> StageCopies:
+        """What the weights of a stage cost besides products."""
+        layer, ends, experts, host = copies
+        forward = layers * (self.layer * layer.forward + self.experts * experts.forward)
+        backward = layers * (self.layer * layer.backward + self.experts * experts.backward)
+        if has_end:
+            forward, backward = forward + self.ends * ends.forward, backward + self.ends * ends.backward
+        return forward, backward, layers * host.forward, layers * host.backward
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
+from math import inf
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from steelyard.core.recipe import Recipe
@@ -203,16 +204,17 @@ class Predictor:
         return (*shards, layout.expert, self._is_measured and work_key(layout, ""))
 
     def _copies_on(self, layout: Layout, seats: Sequence[Seat]) -> RankCopies:
-        """Seconds per weight on the slowest GPU among the seats."""
+        """Seconds per weight on the slowest GPU among the seats, with the slowest of their hosts."""
         ranks, piped = layout.data * layout.context, layout.pipeline > 1
         shards = WeightShards(ranks, layout.zero, self.micro_batches(layout), piped)
         found, gradient = [], GRADIENT_BYTES[self.recipe.optim.gradients]
         for nodes in {seat.nodes.type: seat.nodes for seat in seats}.values():
-            gpu = self.stage_costs.gpu_of(nodes)
-            work = replace(Work.of(self.recipe, gpu, self.software, 1, (1, 1, False)), expert=layout.expert)
+            gpu, software = self.stage_costs.gpu_of(nodes), self.software.on_host(nodes.host_slowness)
+            work = replace(Work.of(self.recipe, gpu, software, 1, (1, 1, False)), expert=layout.expert)
             copies = rank_copies(work, gradient, self.dims.experts is not None, shards)
             found.append(copies.scaled(self.evidence.factors(layout, gpu.name)))
-        return max(found, key=lambda copies: sum(copies.layer))
+        slowest = max(found, key=lambda copies: sum(copies.layer))
+        return slowest._replace(host=max((copies.host for copies in found), key=sum))
 
     def least_copies(self, layout: Layout) -> float:
         """The least seconds that the weights of a layer cost both passes of a micro-batch, on any number of data ranks.
@@ -231,12 +233,18 @@ class Predictor:
             for shards in product((1, 2, MANY), range(4), (1, 2, MANY), (False, True))
         )
 
-    def lightest(self, layout: Layout, zeros: Sequence[int]) -> int:
-        """The ZeRO stage whose weights cost the passes of the layout the least."""
+    def lightest(self, layout: Layout, zeros: Sequence[int]) -> list[int]:
+        """The ZeRO stages with the shortest passes: each other one costs both the GPU and the host at least as much."""
         if not self.software.master_weights:
-            return zeros[0]
-        seats = self.seats(layout)[0]
-        return min(zeros, key=lambda zero: sum(self._copies_on(replace(layout, zero=zero), seats).layer))
+            return [zeros[0]]
+        seats, found = self.seats(layout)[0], []
+        each = ((zero, self._copies_on(replace(layout, zero=zero), seats)) for zero in zeros)
+        least = inf
+        for _, host, zero in sorted((sum(copies.layer), sum(copies.host), zero) for zero, copies in each):
+            if host < least:
+                found.append(zero)
+                least = host
+        return found
 
     def _matrix_bytes(self, tensor: int) -> int:
         if tensor not in self._matrices:

@@ -53,9 +53,13 @@ class Software:
     master_weights: bool = False
     """Weights are fp32, and cast for products of 16 bits; with several data ranks FSDP holds them."""
     fsdp_forward: float = 0.0
-    """Additional host seconds of a layer's forward pass if FSDP holds its weights: hooks, views, copies (measured)."""
+    """Additional host seconds of a layer's forward pass if FSDP holds its weights: its hooks (measured)."""
     fsdp_backward: float = 0.0
     """The same for the backward pass (measured)."""
+    fsdp_gather: float = 0.0
+    """Host seconds to gather the weights of a layer: copies, views, the collective (measured)."""
+    fsdp_reduce: float = 0.0
+    """The same to reduce its gradients (measured)."""
     routing_wait: float = 0.0
     """Host seconds for which the GPU waits after the host knows the slots that each expert rank receives (measured)."""
     fused_casts: bool = False
@@ -93,7 +97,8 @@ class Software:
 
     def on_host(self, slowness: float) -> Software:
         """The same program on a host that takes this many times as long as one with the default speed."""
-        keys = "launch", "collective_launch", "fsdp_forward", "fsdp_backward", "routing_wait"
+        fsdp = "fsdp_forward", "fsdp_backward", "fsdp_gather", "fsdp_reduce"
+        keys = "launch", "collective_launch", "routing_wait", *fsdp
         return self if slowness == 1.0 else replace(self, **{key: slowness * getattr(self, key) for key in keys})
 
 
@@ -156,9 +161,12 @@ STEELYARD = Software(
     fused_head=True,
     master_weights=True,
     fused_casts=True,
-    # `plan measure` on two nodes with an H200: 190 and 110 small operations of the host, and 250.
-    fsdp_forward=1.5e-3,
-    fsdp_backward=0.9e-3,
+    # `plan measure` on two nodes with an H200: 190 and 110 small operations of the host in the passes of ZeRO 2 with
+    # two micro-batches, and 250 for the routing. Hooks, gathers and reductions share the first two as on a CPU.
+    fsdp_forward=0.75e-3,
+    fsdp_backward=0.4e-3,
+    fsdp_gather=1.5e-3,
+    fsdp_reduce=0.5e-3,
     routing_wait=2.0e-3,
 )
 # The loss is not compiled and uses fp32 logits: cast 6, softmax 12, backward 4, 12 and 6. On Hopper it asks for

@@ -54,7 +54,7 @@ class StageCosts:
 
     def _cost_on(self, layout: Layout, nodes: Nodes, tensor: Ring, context: Ring, expert: AllToAll) -> StageCost:
         gpu = self.gpu_of(nodes)
-        how = (layout.micro_batch, layout.sequence_parallel, layout.recompute, layout.data * layout.context > 1)
+        how = (layout.micro_batch, layout.sequence_parallel, layout.recompute)
         key = (gpu.name, nodes.host_slowness, tensor, context, expert, how)
         if key not in self._known:
             software = self.software.on_host(nodes.host_slowness)
@@ -88,15 +88,14 @@ class StageCosts:
         ahead = layer.forward + 2 * sum_ + gathered + routed + software.routing_wait * layers
         back = layer.backward + 2 * sum_ + 2 * gathered + sums_again + _again(layer, layout.recompute)
         back += routed + routed_again
-        fsdp = (software.fsdp_forward, software.fsdp_backward) if layout.data * layout.context > 1 else (0.0, 0.0)
         exchanges = 2 * launch + launch_experts
-        host = layer.host_forward + exchanges + fsdp[0]
+        host = layer.host_forward + exchanges
         cost = StageCost(
             UnitCost(
                 forward=ahead,
                 backward=back,
                 host_forward=host,
-                host_backward=layer.host_backward + exchanges + fsdp[1] + (host if full else 0.0),
+                host_backward=layer.host_backward + exchanges + (host if full else 0.0),
                 exchange=4 * sum_ + 3 * gathered + sums_again,
                 weights=layer.forward,  # One of the three matrix products of each linear map; the rest is small.
                 expert=2 * routed + routed_again,

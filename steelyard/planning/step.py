@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from steelyard.planning import pipeline_sim
 from steelyard.planning.communication import Ring
-from steelyard.planning.cost_table import CostTable, Parts, PassCopies
+from steelyard.planning.cost_table import NO_COPIES, CostTable, Parts
 from steelyard.planning.pipeline_sim import CriticalPath, Times
 
 
@@ -79,10 +79,7 @@ class StepCost:
         table = self.table
         if not table.copies:
             return table.stages[rank].passes(layers, end)
-        forward, backward, ends_forward, ends_backward = PassCopies.of(table.params[rank], table.copies[rank])
-        copies = (layers * forward, layers * backward)
-        if end:
-            copies = (copies[0] + ends_forward, copies[1] + ends_backward)
+        copies = table.params[rank].copies(table.copies[rank], layers, end > 0)
         return table.stages[rank].passes(layers, end, copies)
 
     def _waits(self, stage: int) -> tuple[float, float]:
@@ -207,7 +204,10 @@ class StepCost:
 
     def host_share(self) -> float:
         """By how much the layers of the slowest rank take longer if its host takes longer, relative to each other."""
-        return max(self.table.stages, key=lambda cost: sum(cost.passes(1))).layer.host_share
+        table = self.table
+        rank = max(range(table.pipeline), key=lambda rank: sum(self._with_copies(rank, 1)))
+        copies = table.params[rank].copies(table.copies[rank], 1, False) if table.copies else NO_COPIES
+        return table.stages[rank].host_share(copies)
 
     def parts(self, counts: tuple[int, ...]) -> Parts:
         """The step by part, on the rank that finishes last."""

@@ -34,13 +34,15 @@ class RankBound(NamedTuple):
         The optimizer update is excluded: while a rank updates, the gradients that it sent are still passing through the
         ranks before it.
         """
-        unit, after = cost.layer, 0.0
-        copied = unit.forward + unit.backward + copies.of_layer(params.layer, params.experts)
+        gpu, host = cost.layer.gpu + copies.of_layer(params.layer, params.experts), cost.layer.host + sum(copies.host)
+        after = 0.0
         if is_piped:
             shortest = min(ring.all_reduce(2 * params.layer), ring.gather(4 * params.layer))
             after = shortest - ring.gather(0.0) * 2
-        ends = cost.end_seconds(cost.embedding), cost.end_seconds(cost.head)
-        return cls(max(unit.least, copied), after, *ends)
+        # The host overlaps with the GPU, so a rank takes at least as long as the one of them that has more to do.
+        if host > gpu:
+            return cls(host, after, cost.embedding.host, cost.head.host)
+        return cls(gpu, after, cost.embedding.gpu, cost.head.gpu)
 
 
 def step_bound(

@@ -1,5 +1,7 @@
 """The time that weights cost a rank besides products: casts, the copies of FSDP around its collectives, gradient sums.
 
+FSDP also takes time of the host.
+
 Counted in `_fsdp_collectives.py` and `_fsdp_param.py` of torch, `model/modules.py` and `training/fp8.py`, for programs
 with `Software.master_weights`. Megatron's sums are `Software.bf16_sum_bytes`.
 """
@@ -11,6 +13,7 @@ from typing import NamedTuple
 
 from steelyard.planning.compute import Work
 from steelyard.planning.evidence import Factors
+from steelyard.planning.software import Software
 from steelyard.sizes.activations import FP32
 from steelyard.sizes.gpu_catalogue import Gpu
 
@@ -23,7 +26,7 @@ CHUNK_CAT = 1.05e12 / 132
 
 
 class WeightCopies(NamedTuple):
-    """Seconds per weight and micro-batch, in a forward and in a backward pass."""
+    """Seconds per weight (or layer) and micro-batch, in a forward and in a backward pass."""
 
     forward: float = 0.0
     backward: float = 0.0
@@ -35,10 +38,12 @@ class RankCopies(NamedTuple):
     layer: WeightCopies = WeightCopies()
     ends: WeightCopies = WeightCopies()
     experts: WeightCopies = WeightCopies()
+    host: WeightCopies = WeightCopies()
+    """Seconds of the host for a layer."""
 
     def of_layer(self, weights: int, experts: int) -> float:
-        """Seconds of both passes of a layer with so many weights."""
-        layer, _, own = self
+        """Seconds of the GPU for both passes of a layer with so many weights."""
+        layer, own = self.layer, self.experts
         return weights * (layer[0] + layer[1]) + (experts * (own[0] + own[1]) if experts else 0.0)
 
     def scaled(self, factors: Factors | None) -> RankCopies:
@@ -85,6 +90,27 @@ class WeightShards:
     pipeline: bool
     """In a pipeline FSDP gathers weights once per step, and reduces gradients once, after the last micro-batch."""
 
+    @property
+    def gathers(self) -> WeightCopies:
+        """How often weights are gathered per micro-batch."""
+        often = self.zero == 3 and not self.pipeline
+        return WeightCopies(1.0, 1.0) if often else WeightCopies(1 / self.micro_batches, 0.0)
+
+    @property
+    def reductions(self) -> float:
+        """How often gradients are reduced per micro-batch."""
+        return 1.0 if self.zero >= 2 and not self.pipeline else 1 / self.micro_batches
+
+    def host(self, software: Software) -> WeightCopies:
+        """Seconds of the host for a layer."""
+        if self.ranks == 1:
+            return WeightCopies()
+        gather, reduce = software.fsdp_gather, software.fsdp_reduce
+        ahead, back = self.gathers
+        return WeightCopies(
+            software.fsdp_forward + ahead * gather, software.fsdp_backward + back * gather + self.reductions * reduce
+        )
+
     def copies(self, rates: Rates, format: Format) -> WeightCopies:
         """Seconds per weight: casts and gathers, then gradients, which are added to a sum and scattered."""
         each, gradient, several = format.each, format.gradient, self.micro_batches > 1
@@ -107,9 +133,8 @@ class WeightShards:
             # Whole gradients: the first is cast, others are added to it, and the sum is scattered.
             added = (each + gradient) + (self.micro_batches - 1) * (2 * gradient + each)
             backward += (added * several / rates.kernels + chunk_cat) / self.micro_batches
-        if self.zero == 3 and not self.pipeline:
-            return WeightCopies(forward + gather, backward + gather)
-        return WeightCopies(forward + gather / self.micro_batches, backward)
+        ahead, back = self.gathers
+        return WeightCopies(forward + ahead * gather, backward + back * gather)
 
     def _fp8(self, rates: Rates, format: Format) -> WeightCopies:
         """Seconds to scale and cast a weight to fp8, once per tensor and transposed later, or twice by row."""
@@ -131,6 +156,7 @@ def rank_copies(work: Work, gradient: int, has_experts: bool, shards: WeightShar
         shards.copies(rates, layer),
         shards.copies(rates, wide),
         of_experts.copies(rates, wide._replace(fused=False)),
+        shards.host(work.software),
     )
 
 

@@ -57,6 +57,24 @@ def test_the_host_sets_the_pace_of_small_layers_and_the_gpu_of_large_ones():
     assert small.host_forward > 5 * small.forward
 
 
+def test_fsdp_costs_the_host_most_where_each_micro_batch_gathers_weights():
+    machines = cluster(("a100-80", 1, 8))
+
+    def passes(zero: int, micro_batches: int, data: int = 8) -> tuple[float, float]:
+        small = gpt(hidden=128, heads=2, length=128, batch=micro_batches * data)
+        chosen = layout([("a100-80", 1)], [8], data=data, zero=zero)
+        forward, backward, _ = Predictor(small, machines).step(chosen).passes((8,))[0]
+        return forward, backward
+
+    alone, once = passes(0, 64, data=1), passes(1, 1)
+    hooks, gather = 8 * STEELYARD.fsdp_forward, 8 * STEELYARD.fsdp_gather
+    assert once[0] - alone[0] == pytest.approx(hooks + gather, rel=0.05)
+    assert passes(1, 1024)[0] - alone[0] == pytest.approx(hooks, rel=0.05)
+    assert passes(3, 1024)[0] == pytest.approx(once[0], rel=0.02)
+    assert passes(3, 1024)[1] - passes(2, 1024)[1] == pytest.approx(gather, rel=0.05)
+    assert passes(2, 1024)[1] > passes(1, 1024)[1]
+
+
 def test_a_softmax_that_cannot_be_fused_costs_the_host_more():
     shape = LayerDims.of(gpt())
     fused = compute.layer(work(software=MEGATRON, tensor=4), shape)
