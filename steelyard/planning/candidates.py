@@ -93,7 +93,7 @@ class Candidates:
             splits: Predictor(recipe, cluster, as_run(software, recipe, splits), profiles, imbalance)
             for splits in (False, True)
         }
-        self.layers: dict[tuple[str, int, int, int, bool], float] = {}
+        self.layers: dict[tuple[str, int, int, int, bool], tuple[float, float]] = {}
         self.lightest: dict[tuple[object, ...], list[int]] = {}
         self.fastest: dict[tuple[str, int, int, int], float] = {}
         self.bounding_sequences: dict[tuple[object, ...], list[bool]] = {}
@@ -146,7 +146,7 @@ class Candidates:
         if key not in self.bounding_sequences:
             sequences = self.sequences(mesh)
             if len(sequences) > 1:
-                on, off = ([self._layer(type_, *cut, each) for type_, _ in mesh.use.counts] for each in sequences)
+                on, off = ([self._with_fsdp(type_, *cut, each) for type_, _ in mesh.use.counts] for each in sequences)
                 sequences = sequences if any(map(gt, on, off)) else sequences[:1]
             self.bounding_sequences[key] = sequences
         return self.bounding_sequences[key]
@@ -156,20 +156,29 @@ class Candidates:
         key = (type_, tensor, context, micro_batch)
         if key not in self.fastest:
             sequences = layout_space.sequences(self.recipe, tensor, context, self.limits)
-            self.fastest[key] = min(self._layer(*key, each) for each in sequences)
+            self.fastest[key] = min(max(self._layer(*key, each)) for each in sequences)
         return self.fastest[key]
 
-    def _layer(self, type_: str, tensor: int, context: int, micro_batch: int, sequence: bool) -> float:
-        """The least over all expert degrees: with more of them a rank has fewer experts, and larger products."""
+    def _with_fsdp(self, type_: str, tensor: int, context: int, micro_batch: int, sequence: bool) -> float:
+        """The same with the most that the host may spend in FSDP, which hides what the GPU gains."""
+        gpu, host = self._layer(type_, tensor, context, micro_batch, sequence)
+        return max(gpu, host + self.predictors[False].most_host(self.cluster.nodes_of(type_)))
+
+    def _layer(self, type_: str, tensor: int, context: int, micro_batch: int, sequence: bool) -> tuple[float, float]:
+        """Seconds of the GPU and of the host, each the least over all expert degrees.
+
+        With a higher degree a rank has fewer experts, and larger products.
+        """
         key = (type_, tensor, context, micro_batch, sequence)
         if key not in self.layers:
             degrees = layout_space.all_experts(self.recipe, self.cluster.ranks)
-            self.layers[key] = min(self._layer_with(degree, *key) for degree in degrees)
+            gpu, host = zip(*(self._layer_with(degree, *key) for degree in degrees), strict=True)
+            self.layers[key] = min(gpu), min(host)
         return self.layers[key]
 
     def _layer_with(
         self, expert: int, type_: str, tensor: int, context: int, micro_batch: int, sequence: bool
-    ) -> float:
+    ) -> tuple[float, float]:
         data = expert // gcd(expert, context)
         nodes = -(-tensor * context * data // self.cluster.nodes_of(type_).gpus)
         mesh = MeshCandidate(Use((), 0), tensor, context, micro_batch, ((type_, nodes),), 1, data, "1f1b", 1, expert)
@@ -177,7 +186,7 @@ class Candidates:
         predictor = self.predictor(layout)
         unit, copies = predictor.costs(layout)[0].layer, predictor.least_copies(layout)
         # All-to-alls take no time here: their links depend on nodes that are not chosen yet.
-        return max(unit.host, unit.gpu - unit.expert + copies)
+        return unit.gpu - unit.expert + copies, unit.host
 
     def zeros(self, mesh: MeshCandidate) -> list[int]:
         """The ZeRO stages that differ on this mesh."""
@@ -221,7 +230,7 @@ class Candidates:
         """Layouts with the ZeRO stages whose weights cost the passes the least."""
         columns, zeros = mesh.data * mesh.context, self.zeros(mesh)
         kind = (mesh.expert, mesh.pipeline > 1, mesh.schedule == "zero-bubble")
-        key = (columns, mesh.micro_batch * mesh.data, *kind, *zeros)
+        key = (columns, mesh.micro_batch * mesh.data, mesh.placement[0][0], *kind, *zeros)
         if key not in self.lightest:
             layout = mesh.layout(Variant(recompute, 0, False))
             self.lightest[key] = self.predictor(layout).lightest(layout, zeros)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from steelyard.core.recipe import Recipe
 from steelyard.core.recipe.optimizers import GRADIENT_BYTES
 from steelyard.planning import communication, update_cost
-from steelyard.planning.cluster import Cluster
+from steelyard.planning.cluster import Cluster, Nodes
 from steelyard.planning.communication import Ring, group
 from steelyard.planning.compute import Work
 from steelyard.planning.cost_table import CostTable, Parts, RankParams, StageCost
@@ -215,6 +215,10 @@ class Predictor:
             found.append(copies.scaled(self.evidence.factors(layout, gpu.name)))
         slowest = max(found, key=lambda copies: sum(copies.layer))
         return slowest._replace(host=max((copies.host for copies in found), key=sum))
+
+    def most_host(self, nodes: Nodes) -> float:
+        """The most that the host spends in FSDP for both passes of a layer."""
+        return sum(WeightShards(MANY, 3, 1, False).host(self.software.on_host(nodes.host_slowness)))
 
     def least_copies(self, layout: Layout) -> float:
         """The least seconds that the weights of a layer cost both passes of a micro-batch, on any number of data ranks.

@@ -1,6 +1,6 @@
 """The time that weights cost a rank besides products: casts, the copies of FSDP around its collectives, gradient sums.
 
-FSDP also takes time of the host.
+And the time that the host spends in FSDP: hooks, gathers and reductions.
 
 Counted in `_fsdp_collectives.py` and `_fsdp_param.py` of torch, `model/modules.py` and `training/fp8.py`, for programs
 with `Software.master_weights`. Megatron's sums are `Software.bf16_sum_bytes`.
@@ -26,20 +26,20 @@ CHUNK_CAT = 1.05e12 / 132
 
 
 class WeightCopies(NamedTuple):
-    """Seconds per weight (or layer) and micro-batch, in a forward and in a backward pass."""
+    """Seconds per micro-batch in a forward and in a backward pass."""
 
     forward: float = 0.0
     backward: float = 0.0
 
 
 class RankCopies(NamedTuple):
-    """Of the weights of layers, of embedding, norm and head, and of experts that expert parallelism divides."""
+    """Seconds per weight of layers, of embedding, norm and head, and of experts that expert parallelism divides."""
 
     layer: WeightCopies = WeightCopies()
     ends: WeightCopies = WeightCopies()
     experts: WeightCopies = WeightCopies()
     host: WeightCopies = WeightCopies()
-    """Seconds of the host for a layer."""
+    """Seconds of the host per layer."""
 
     def of_layer(self, weights: int, experts: int) -> float:
         """Seconds of the GPU for both passes of a layer with so many weights."""
@@ -91,10 +91,9 @@ class WeightShards:
     """In a pipeline FSDP gathers weights once per step, and reduces gradients once, after the last micro-batch."""
 
     @property
-    def gathers(self) -> WeightCopies:
-        """How often weights are gathered per micro-batch."""
-        often = self.zero == 3 and not self.pipeline
-        return WeightCopies(1.0, 1.0) if often else WeightCopies(1 / self.micro_batches, 0.0)
+    def gathers(self) -> tuple[float, float]:
+        """How often weights are gathered per micro-batch, in a forward and in a backward pass."""
+        return (1.0, 1.0) if self.zero == 3 and not self.pipeline else (1 / self.micro_batches, 0.0)
 
     @property
     def reductions(self) -> float:
