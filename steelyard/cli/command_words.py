@@ -32,7 +32,7 @@ class ParsedCommand:
     @property
     def uses_gpu(self) -> bool:
         """Whether it computes on a GPU if there is one."""
-        return self.path in ON_GPU or self.values.get("device", "cpu") != "cpu"
+        return self.path in ON_GPU or self.values.get("device") not in (None, "cpu")
 
     def refuse_ranks(self, ranks: int) -> None:
         """Raise if several ranks are requested that the command cannot use, or if it would start its own."""

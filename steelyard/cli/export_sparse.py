@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from steelyard.cli.options import (
     BaseOption,
     CheckpointArgument,
+    DeviceChoice,
     JsonOption,
     MaskOption,
     TokenizerOption,
@@ -18,6 +19,7 @@ from steelyard.cli.options import (
     print_result,
 )
 from steelyard.core import units
+from steelyard.core.errors import UserError
 
 
 class Stored(StrEnum):
@@ -34,6 +36,7 @@ def register(root: typer.Typer, name: str, help_: str) -> None:
 
 
 def export_sparse(
+    context: typer.Context,
     checkpoint: CheckpointArgument,
     destination: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.", show_default=False)],
     mask: MaskOption = None,
@@ -49,7 +52,23 @@ def export_sparse(
             show_default=False,
         ),
     ] = None,
+    calibration: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE|PREFIX",
+            help="With --values: round the weights of a row together, for the output on this text or token files.",
+        ),
+    ] = None,
+    samples: Annotated[
+        int | None, typer.Option(min=1, help="Number of calibration windows.  [default: 128]", show_default=False)
+    ] = None,
+    sequence_length: Annotated[
+        int | None, typer.Option(min=2, help="Tokens per window.  [default: 4096, or the model's limit]")
+    ] = None,
     tokenizer: TokenizerOption = None,
+    device: Annotated[
+        DeviceChoice | None, typer.Option(help="Device for --calibration.  [default: auto]", show_default=False)
+    ] = None,
     json: JsonOption = False,
 ) -> None:
     """Export a 2:4 model in compressed form: half of its weights, with a 2-bit index for each.
@@ -61,19 +80,34 @@ def export_sparse(
     Example: steelyard export-sparse runs/masks compressed
 
     Example: steelyard export-sparse pruned compressed --values int8
+
+    Example: steelyard export-sparse pruned compressed --values fp8 --calibration c4.jsonl
     """
+    refuse_values(context.params)
     from steelyard.checkpoint.formats.write import refuse_destination
+    from steelyard.sparsity.calibration import Calibration
     from steelyard.sparsity.pruned_source import opened
     from steelyard.sparsity.semi_structured import export
-    from steelyard.training.device import DTYPES
+    from steelyard.training.device import DTYPES, device_for
 
     refuse_destination(destination)
     source = opened(checkpoint, mask, base)
     stored = DTYPES[dtype.value] if dtype else None
-    result = export(source, destination, stored, allow_dense, tokenizer, values.value if values else None)
+    data = None if calibration is None else Calibration(calibration, samples or 128, sequence_length)
+    on = device_for((device or DeviceChoice.auto).value)
+    result = export(source, destination, stored, allow_dense, tokenizer, values.value if values else None, data, on)
     left = f", {result['dense_matrices']} left dense" if result["dense_matrices"] else ""
     text = (
         f"{destination}: {result['compressed']} matrices compressed, {result['values']} values{left}, "
         f"{units.size(result['bytes'])}"
     )
     print_result(result, json, text)
+
+
+def refuse_values(values: dict[str, Any]) -> None:
+    """Raise for options that contradict each other, without reading anything."""
+    if values["calibration"] is not None and values["values"] is None:
+        raise UserError("only 8-bit values are calibrated", where="--calibration", hint="add --values int8 or fp8")
+    for name in ("samples", "sequence_length", "device"):
+        if values[name] is not None and values["calibration"] is None:
+            raise UserError("there is no calibration", where=f"--{name.replace('_', '-')}", hint="add --calibration")

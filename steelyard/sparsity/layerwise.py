@@ -24,6 +24,7 @@ from torch import Tensor
 
 from steelyard import model
 from steelyard.checkpoint.formats import CheckpointSource
+from steelyard.checkpoint.formats.row_scales import ValueFormat
 from steelyard.core.console import console
 from steelyard.model import LanguageModel, StageSpec
 from steelyard.model.experts import MATRIX_MODULES
@@ -42,6 +43,7 @@ from steelyard.sparsity.input_statistics import (
 from steelyard.sparsity.one_shot import DAMPING, Pruned, prune_matrix, reconstruction_error
 from steelyard.sparsity.patterns import Pattern
 from steelyard.sparsity.prune_request import Method
+from steelyard.sparsity.rounding import round_matrix
 
 CPU = torch.device("cpu")
 TOKENS_AT_ONCE = {"cpu": 4096, "cuda": 16384}
@@ -61,6 +63,8 @@ class Task:
     dense_inputs: bool = False
     device: torch.device = CPU
     dtype: torch.dtype = torch.float32
+    value_format: ValueFormat | None = None
+    """Instead of pruning, round the weights to this format (`rounding.py`)."""
 
 
 @dataclass(frozen=True)
@@ -85,18 +89,20 @@ class LayerOnDevice:
         tied, groups = zip(*(row["ties"] for row in self.rows), strict=True)
         return sum(tied), sum(groups)
 
+    def error(self) -> float | None:
+        """The relative output error over all matrices with inputs."""
+        known = [row for row in self.rows if row["squared_output"]]
+        whole: float = sum(row["squared_output"] for row in known)
+        return sum(row["squared_error"] for row in known) / whole if known else None
+
     def summary(self) -> dict[str, Any]:
         """The layer in one row: sparsity, ties, the relative output error over all its matrices, time."""
         tied, groups = self.ties()
-        known = [row for row in self.rows if row["squared_output"]]
-        error = (
-            sum(row["squared_error"] for row in known) / sum(row["squared_output"] for row in known) if known else None
-        )
         return {
             "layer": self.number,
             "sparsity": self.pruned() / self.elements(),
             "tied_groups": tied / groups,
-            "error": error,
+            "error": self.error(),
             "seconds": round(self.seconds, 3),
             "matrices": [_report_row(row) for row in self.rows],
         }
@@ -169,7 +175,8 @@ def _pruned_layer(
                 mine[matrix], rows[matrix] = _prune(dense(matrix), matrix, group.gram, task)
         group.gram = None
     rows = prune_ranks.gathered(mesh, rows)
-    pruned = prune_ranks.exchanged(mesh, owners, mine, dense, task.update, task.device)
+    changes = task.update or task.value_format is not None
+    pruned = prune_ranks.exchanged(mesh, owners, mine, dense, changes, task.device)
     chosen = {parameter_of(matrix)[0] for matrix in owners}
     matrices = stacked(pruned, [name for name in task.names if name in chosen])
     names = [matrix for name, each in matrices.items() for matrix in matrices_of(name, tuple(each.mask_OI.shape))]
@@ -177,8 +184,10 @@ def _pruned_layer(
     if mesh.world.index == 0:
         for name in names:
             _remark(name, rows[name])
-        if task.method != "magnitude":
-            _warn_of_few_tokens(number, ordered)
+        if task.value_format is not None:
+            _warn_of_few_tokens(number, ordered, "are rounded to their nearest values")
+        elif task.method != "magnitude":
+            _warn_of_few_tokens(number, ordered, "magnitude prunes")
     return LayerOnDevice(number, matrices, time.monotonic() - begun, ordered)
 
 
@@ -189,7 +198,7 @@ def _remark(name: str, row: dict[str, Any]) -> None:
         console.say(f"{name}: {row['dead']} inputs are zero in every token; their weights are pruned first")
 
 
-def _warn_of_few_tokens(number: int, rows: list[dict[str, Any]]) -> None:
+def _warn_of_few_tokens(number: int, rows: list[dict[str, Any]], without: str) -> None:
     """Name the experts whose statistics come from fewer tokens than a matrix has inputs, or from none."""
     few = {
         row["expert"]: row["tokens"]
@@ -200,7 +209,7 @@ def _warn_of_few_tokens(number: int, rows: list[dict[str, Any]]) -> None:
     some = [f"{expert} ({tokens})" for expert, tokens in few.items() if tokens]
     if none:
         console.warn(
-            f"layers.{number}.mlp.experts: no calibration token was routed to {_listed(none)}, which magnitude prunes; "
+            f"layers.{number}.mlp.experts: no calibration token was routed to {_listed(none)}, which {without}; "
             "use more --samples"
         )
     if some:
@@ -219,7 +228,10 @@ def _prune(weight_OI: Tensor, name: str, gram: Gram | None, task: Task) -> tuple
     weight_OI = weight_OI.to(task.device)
     hessian = gram.hessian if gram is not None and gram.tokens else None
     method: Method = "magnitude" if hessian is None else task.method
-    pruned = prune_matrix(weight_OI, hessian, task.pattern, method, task.update)
+    if task.value_format is None:
+        pruned = prune_matrix(weight_OI, hessian, task.pattern, method, task.update)
+    else:
+        pruned = _rounded(weight_OI, gram, task.value_format)
     lost, whole = (
         (0.0, 0.0) if hessian is None else reconstruction_error(weight_OI, pruned.weight_OI, hessian.matrix_II)
     )
@@ -238,6 +250,13 @@ def _prune(weight_OI: Tensor, name: str, gram: Gram | None, task: Task) -> tuple
         "ties": pruned.ties,
     }
     return replace(pruned, mask_OI=pruned.mask_OI.cpu(), weight_OI=pruned.weight_OI.cpu()), row
+
+
+def _rounded(weight_OI: Tensor, gram: Gram | None, value_format: ValueFormat) -> Pruned:
+    """Fewer tokens than inputs say too little of other tokens."""
+    has_enough = gram is not None and gram.tokens >= weight_OI.shape[1]
+    hessian_II = gram.hessian.matrix_II if gram is not None and has_enough else None
+    return Pruned(weight_OI != 0, round_matrix(weight_OI, hessian_II, value_format), ties=(0, weight_OI.numel()))
 
 
 class HiddenStates:

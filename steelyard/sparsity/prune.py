@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from steelyard.checkpoint.formats import CheckpointSource, open_source
-from steelyard.checkpoint.formats.hf_config import positions_of
 from steelyard.checkpoint.formats.source import check
 from steelyard.checkpoint.formats.write import Target, convert, refuse_destination
 from steelyard.core import units
@@ -28,17 +27,15 @@ from steelyard.parallel import mesh as meshes
 from steelyard.parallel.mesh import Mesh
 from steelyard.parallel.world import World, detect, init_distributed, raise_on_all_ranks, run_on_rank0
 from steelyard.sparsity import frozen_base, mask_file
-from steelyard.sparsity.calibration import Calibration, Windows, is_prefix, windows
+from steelyard.sparsity.calibration import Calibration, Windows, windows_of
 from steelyard.sparsity.finished_layers import FinishedLayers
 from steelyard.sparsity.layerwise import LayerOnDevice, Task, batches_of, pruned_layers
 from steelyard.sparsity.patterns import Pattern
 from steelyard.sparsity.prune_request import PruneRequest, method_and_update
 from steelyard.sparsity.pruned_source import BeingPruned
 from steelyard.sparsity.target_modules import chosen, maskable
-from steelyard.text import tokenizer as tokenizers
 from steelyard.training.device import NAMES, device_for, dtype_for
 
-LONGEST = 4096  # The default length of windows, if the model supports it.
 TIMEOUT_MINUTES = 120.0  # Rank 0 may read all weights for their hash while the others wait.
 
 
@@ -125,21 +122,8 @@ def _windows(request: PruneRequest, source: CheckpointSource) -> Windows | None:
     """The calibration tokens; only magnitude does not need them."""
     if request.calibration is None:
         return None
-    positions = positions_of(source.config, source.extra)
-    length = request.length or min(LONGEST, positions)
-    if length > positions:
-        if source.config.blocks.positions is not None:
-            raise UserError(
-                f"windows of {length} tokens are longer than the model's {positions} positions",
-                where="--sequence-length",
-                hint=f"use {positions} or less",
-            )
-        console.warn(f"windows of {length} tokens are longer than the model's context of {positions}")
-    tokenizer = None
-    if not is_prefix(request.calibration) and (request.tokenizer or source.tokenizer):
-        tokenizer = tokenizers.load_tokenizer(request.tokenizer) if request.tokenizer else source.load_tokenizer()
-    calibration = Calibration(request.calibration, request.samples, length, request.seed)
-    return windows(calibration, tokenizer, source.config.vocab)
+    asked = Calibration(request.calibration, request.samples, request.length, request.seed)
+    return windows_of(source, asked, request.tokenizer)
 
 
 def _reported(

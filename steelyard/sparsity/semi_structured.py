@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from steelyard.checkpoint.formats import CheckpointSource
+from steelyard.checkpoint.formats import CheckpointSource, row_scales
 from steelyard.checkpoint.formats.compressed_tensors import (
     INDICES,
     KEPT,
@@ -25,16 +26,22 @@ from steelyard.checkpoint.formats.compressed_tensors import (
     crowded,
     masks_of,
     matrices,
+    values_at,
 )
-from steelyard.checkpoint.formats.row_scales import ValueFormat, dequantized, quantized
+from steelyard.checkpoint.formats.row_scales import ValueFormat, dequantized
 from steelyard.checkpoint.formats.write import Target, convert
 from steelyard.core.console import console
 from steelyard.core.errors import UserError
-from steelyard.sparsity.pruned_source import SourceView
+from steelyard.sparsity.calibration import Calibration, Windows, windows_of
+from steelyard.sparsity.layerwise import CPU, LayerOnDevice, Task, pruned_layers
+from steelyard.sparsity.patterns import Pattern
+from steelyard.sparsity.pruned_source import BeingPruned, SourceView
+from steelyard.training.device import dtype_for
 
 BLOCK_WORDS, BLOCK_GROUPS = 16, 128
 TILE = 16  # matrix rows of one sparse tensor-core instruction
 SHOWN = 10
+PATTERN = Pattern.parse("2:4")
 
 
 @dataclass(frozen=True)
@@ -118,6 +125,8 @@ class Compressing(SourceView):
     ) -> None:
         super().__init__(source)
         self.compressed, self.value_format = compressed, value_format
+        self.calibrated: CheckpointSource | None = None
+        """Its matrices with the weights that 8-bit values represent; None rounds each weight to the nearest one."""
         self._last: tuple[str, dict[str, Tensor]] | None = None
 
     def tensor(self, name: str) -> Tensor:
@@ -126,17 +135,21 @@ class Compressing(SourceView):
             return super().tensor(name)
         stem, _, part = name.rpartition(".")
         if self._last is None or self._last[0] != stem:  # All parts are read, one after the other.
-            self._last = stem, compressed_parts(super().tensor(stem + WEIGHT), self.value_format)
+            calibrated = None if self.calibrated is None else self.calibrated.tensor(stem + WEIGHT)
+            self._last = stem, compressed_parts(super().tensor(stem + WEIGHT), self.value_format, calibrated)
         return self._last[1]["." + part]
 
 
-def compressed_parts(weight: Tensor, value_format: ValueFormat | None) -> dict[str, Tensor]:
-    """A compressed matrix by the ends of the names of its tensors."""
+def compressed_parts(
+    weight: Tensor, value_format: ValueFormat | None, calibrated: Tensor | None = None
+) -> dict[str, Tensor]:
+    """A compressed matrix by the ends of the names of its tensors; `calibrated` as in `Compressing`."""
     values, indices = compress(weight)
     if value_format is None:
         return {VALUES: values, INDICES: indices}
-    values, scales = quantized(values, value_format)
-    return {VALUES: values, INDICES: indices, SCALES: scales}
+    scales = row_scales.scales_of(values, value_format)
+    held = values.float() if calibrated is None else values_at(calibrated, indices)
+    return {VALUES: row_scales.nearest(held / scales[..., None], value_format), INDICES: indices, SCALES: scales}
 
 
 def compressible(
@@ -172,9 +185,28 @@ def export(
     allow_dense: bool,
     tokenizer: str | None = None,
     value_format: ValueFormat | None = None,
+    calibration: Calibration | None = None,
+    device: torch.device = CPU,
 ) -> dict[str, Any]:
-    """Write a 2:4 checkpoint in compressed form; returns the report."""
+    """Write a 2:4 checkpoint in compressed form; returns the report.
+
+    With `calibration`, 8-bit values are chosen for the output of each matrix on this data, computed on `device`.
+    """
+    tokens = None
+    if calibration is not None:
+        if isinstance(source, CompressedSource) and source.value_format == value_format:
+            raise UserError(
+                f"{source.path} already has {value_format} values",
+                where="--calibration",
+                hint="give the checkpoint that it was exported from",
+            )
+        tokens = windows_of(source, calibration, tokenizer)
     view = compressible(source, allow_dense, value_format)
+    if tokens is not None:
+        assert value_format is not None, "only 8-bit values are calibrated"
+        assert isinstance(view, Compressing), "this format was refused above"
+        console.say(f"calibrating with {tokens.described}")
+        view.calibrated = BeingPruned(source, _calibrated(view, tokens, value_format, device), view.compressed)
     if dtype is None:
         dtype = source.dtype if source.dtype in (torch.bfloat16, torch.float16) else torch.bfloat16
     if dtype.itemsize < source.dtype.itemsize:
@@ -183,10 +215,24 @@ def export(
     sizes = source.sizes()
     return result | {
         "values": value_format or _name(dtype),
+        "calibration": None if tokens is None else tokens.described,
         "compressed": len(view.compressed),
         "dense_matrices": len(matrices(sizes)) - len(view.compressed),
         "bytes": sum(file.stat().st_size for file in destination.glob("sparse*.safetensors")),
     }
+
+
+def _calibrated(
+    view: Compressing, tokens: Windows, value_format: ValueFormat, device: torch.device
+) -> Iterator[LayerOnDevice]:
+    """The layers with the weights that 8-bit values represent."""
+    dtype = dtype_for("auto", view.source, device)
+    task = Task("magnitude", PATTERN, view.compressed, device=device, dtype=dtype, value_format=value_format)
+    for layer in pruned_layers(view.source, task, tokens.tokens_BL):
+        error = layer.error()
+        shown = "unknown" if error is None else f"{error:.6f}"
+        console.say(f"layer {layer.number:3d}  error {shown}  {layer.seconds:.2f} s")
+        yield layer
 
 
 def _name(dtype: torch.dtype) -> str:

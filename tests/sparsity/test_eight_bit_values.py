@@ -9,12 +9,15 @@ import pytest
 import torch
 
 from steelyard.checkpoint.formats import open_source, safetensors
-from steelyard.checkpoint.formats.row_scales import LARGEST, dequantized, quantized
+from steelyard.checkpoint.formats.row_scales import LARGEST, dequantized, nearest, quantized, scales_of
 from steelyard.checkpoint.formats.write import Target, convert
-from steelyard.core.errors import UserError
+from steelyard.core.errors import RuntimeFailure, UserError
 from steelyard.evaluate.load_model import loaded
+from steelyard.sparsity.calibration import Calibration, windows
+from steelyard.sparsity.rounding import round_matrix
 from steelyard.sparsity.semi_structured import Compressing, compressible, export
 from tests.checkpoint.models import Held, assert_equal
+from tests.sparsity.small import write_text
 from tests.sparsity.test_compressed import pruned, run, write_pruned
 
 KINDS = ["fp8", "int8"]
@@ -60,6 +63,60 @@ def test_a_folder_has_the_rounded_weights_and_declares_their_format(tmp_path, ki
     export(read, tmp_path / "plain", torch.float32, allow_dense=False)
     assert open_source(tmp_path / "plain").value_format is None
     assert_equal(open_source(tmp_path / "plain"), read)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_calibrated_values_lose_less_of_the_output_and_keep_zeros_and_scales(kind):
+    random = torch.Generator().manual_seed(0)
+    inputs = torch.randn(400, 40, generator=random) @ torch.randn(40, 160, generator=random)
+    inputs += torch.randn(400, 160, generator=random)
+    inputs[:, 7] = 0
+    whole = torch.randn(24, 160, generator=random) * (torch.rand(24, 160, generator=random) < 0.5)
+    plain, found = round_matrix(whole, None, kind), round_matrix(whole, inputs.t() @ inputs / 200, kind)
+    assert torch.equal(plain, dequantized(*quantized(whole, kind)))
+    scales = scales_of(whole, kind)[:, None]
+    assert torch.equal(nearest(found / scales, kind).float() * scales, found)
+    assert bool((found[whole == 0] == 0).all())
+    errors = [float((inputs @ (each - whole).t()).square().sum()) for each in (found, plain)]
+    assert errors[0] < 0.5 * errors[1]
+    # Inputs that have nothing in common leave nothing to compensate with.
+    assert torch.equal(round_matrix(whole, torch.eye(160), kind), plain)
+    with pytest.raises(RuntimeFailure, match="not finite"):
+        round_matrix(whole, torch.full((160, 160), torch.nan), kind)
+
+
+@pytest.mark.parametrize(("family", "kind"), [("llama-tied", "fp8"), ("qwen3-moe", "int8")])
+def test_an_export_with_calibration_is_closer_to_the_model(tmp_path, family, kind):
+    source, text = pruned(family, torch.float32), write_text(tmp_path)
+    plain = export(source, tmp_path / "plain", None, allow_dense=False, value_format=kind)
+    data = Calibration(text, 64, 24)
+    found = export(source, tmp_path / "found", None, allow_dense=False, value_format=kind, calibration=data)
+    assert plain["calibration"] is None
+    assert text in found["calibration"]
+    tokens = windows(Calibration(text, 8, 24, 1), None, 100).tokens_BL
+    with torch.inference_mode():
+        wanted, *logits = (
+            loaded(each, CPU, torch.float32)(tokens)
+            for each in (source, open_source(tmp_path / "plain"), open_source(tmp_path / "found"))
+        )
+    errors = [float((each - wanted).square().mean()) for each in logits]
+    assert errors[1] < 0.9 * errors[0]
+    read = open_source(tmp_path / "found")
+    assert all(bool((read.tensor(name)[source.tensor(name) == 0] == 0).all()) for name in read.compressed)
+
+
+def test_calibration_without_8_bit_values_is_refused(folder, tmp_path, capsys):
+    text = write_text(tmp_path)
+    exported = ["export-sparse", str(folder / "pruned"), str(tmp_path / "out")]
+    assert run(*exported, "--calibration", text) == 2
+    assert "add --values int8 or fp8" in capsys.readouterr().err
+    assert run(*exported, "--values", "int8") == 0
+    again = ["export-sparse", str(tmp_path / "out"), str(tmp_path / "again"), "--values", "int8", "--calibration", text]
+    assert run(*again) == 2
+    assert "already has int8 values" in capsys.readouterr().err
+    assert not (tmp_path / "again").exists()
+    assert run(*exported, "--values", "int8", "--samples", "4") == 2
+    assert "add --calibration" in capsys.readouterr().err
 
 
 def damaged(folder, change):

@@ -224,14 +224,26 @@ def crowded(weight: Tensor) -> str | None:
 
 def compress(weight: Tensor) -> tuple[Tensor, Tensor]:
     """The values and indices of a 2:4 matrix, or of all experts."""
+    indices = indices_of(weight)
+    return values_at(weight, indices), indices
+
+
+def values_at(weight: Tensor, indices: Tensor) -> Tensor:
+    """The values of a matrix at the indices of each group."""
+    groups = weight.unflatten(-1, (-1, GROUP))
+    values: Tensor = groups[_members(masks_of(indices, groups.shape[-2]))]
+    return values.view(*weight.shape[:-1], -1)
+
+
+def indices_of(weight: Tensor) -> Tensor:
+    """The indices of a 2:4 matrix, or of all experts."""
     groups = weight.unflatten(-1, (-1, GROUP))
     filled = (groups != 0).to(torch.uint8)
     bits = filled[..., 0] | filled[..., 1] << 1 | filled[..., 2] << 2 | filled[..., 3] << 3
     codes = CODE_OF_FILLED.to(weight.device)[bits.int()]
-    values = groups[_members(MASK_OF_CODE.to(weight.device)[codes.int()])].view(*weight.shape[:-1], -1)
     if codes.shape[-1] % 2:
         codes = torch.cat([codes, codes.new_zeros(*codes.shape[:-1], 1)], dim=-1)
-    return values, codes[..., ::2] | codes[..., 1::2] << 4
+    return codes[..., ::2] | codes[..., 1::2] << 4
 
 
 def _members(masks: Tensor) -> Tensor:

@@ -18,11 +18,20 @@ LARGEST: dict[ValueFormat, float] = {"fp8": 448.0, "int8": 127.0}
 
 def quantized(weights: Tensor, kind: ValueFormat) -> tuple[Tensor, Tensor]:
     """The 8-bit values (..., out, in) and the scales (..., out) of weights."""
-    rows, largest = weights.float(), LARGEST[kind]
+    scales = scales_of(weights, kind)
+    return nearest(weights.float() / scales[..., None], kind), scales
+
+
+def scales_of(weights: Tensor, kind: ValueFormat) -> Tensor:
+    """The scale of each row."""
     # A row of zeros has the smallest scale, not zero, which would divide by zero.
-    scales = (rows.abs().amax(-1) / largest).clamp(min=torch.finfo(torch.float32).tiny)
-    scaled = (rows / scales[..., None]).clamp(-largest, largest)
-    return (scaled.round() if kind == "int8" else scaled).to(DTYPES[kind]), scales
+    return (weights.float().abs().amax(-1) / LARGEST[kind]).clamp(min=torch.finfo(torch.float32).tiny)
+
+
+def nearest(scaled: Tensor, kind: ValueFormat) -> Tensor:
+    """The nearest 8-bit values of weights that were divided by their scales."""
+    scaled = scaled.clamp(-LARGEST[kind], LARGEST[kind])
+    return (scaled.round() if kind == "int8" else scaled).to(DTYPES[kind])
 
 
 def dequantized(values: Tensor, scales: Tensor) -> Tensor:
