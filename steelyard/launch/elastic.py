@@ -160,7 +160,7 @@ class Elastic:
             waits = is_patient and (loss.step >= step or loss.count >= MOST_LOSSES)
             here = [node for node in nodes if node.name == name and name not in self.unused]
             if waits or not here or not self.backend.answers(self.job, here[0]):
-                self.unused[name] = loss.why
+                self.unused.setdefault(name, loss.why)  # What the scheduler says of the node tells more.
         return [node for node in nodes if node.name not in self.unused]
 
     def _watch(self, attempt: Attempt, saved: int) -> Outcome:

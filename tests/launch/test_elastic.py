@@ -208,6 +208,14 @@ def test_a_rank_that_fails_beside_ranks_that_wait_for_it_ends_the_run(run: Path)
     assert len(attempts(run)) == 1, "no node was lost"
 
 
+def test_a_lost_node_that_is_drained_is_shown_as_drained(run: Path):
+    (run / "launch" / "drain").write_text("node-2\n")
+    supervisor = elastic.Elastic(run, [])
+    supervisor.losses |= {f"node-{number}": elastic.Loss("lost its node agent", -1, 1) for number in (1, 2)}
+    assert [node.name for node in supervisor._usable()] == ["node-0"]
+    assert supervisor.unused == {"node-1": "lost its node agent", "node-2": "is drained (launch/drain)"}
+
+
 @pytest.mark.slow
 def test_a_node_that_does_not_start_is_lost_after_the_time_of_its_job(run: Path):
     job = json.loads((run / "launch" / elastic_job.JOB).read_text())
