@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
 
 import torch
 from pydantic import ValidationError
@@ -28,7 +27,6 @@ from steelyard.sparsity.semi_structured import Compressing
 from steelyard.text import tokenizer as tokenizers
 from steelyard.text.tokenizer import Tokenizer
 
-Precision = Literal["auto", "fp32", "bf16", "fp16"]
 COMPRESSED = (CompressedSource, Compressing)
 
 

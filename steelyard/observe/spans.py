@@ -17,8 +17,7 @@ from steelyard.core.safe_parse import loads
 
 Array = npt.NDArray[Any]
 
-COMPUTE, COMMUNICATION, OTHER = 0, 1, 2
-LANES = ("compute", "communication", "data and optimizer")
+COMPUTE, COMMUNICATION, OTHER = 0, 1, 2  # lanes; OTHER is data and the optimizer
 # Lane and colour of each kind of span.
 KINDS = {
     "forward": (COMPUTE, "#3b78c3"),

@@ -32,7 +32,8 @@ def partition_of(recipe: Recipe) -> Partition:
     if parallel.partition is not None:
         return parallel.partition
     layer = layer_flops(recipe.model, recipe.data.sequence_length)
-    ends = _embedding_flops(recipe), head_flops(recipe.model)
+    # Looking up an embedding costs next to nothing, but breaks a tie in favour of a stage without it.
+    ends = 2 * recipe.model.hidden, head_flops(recipe.model)
     return _balanced(recipe.model.layers, parallel.pipeline, parallel.stages, layer, ends)
 
 
@@ -55,22 +56,6 @@ def _balanced(layers: int, pipeline: int, stages: int, layer: int, ends: tuple[i
         costs[chosen] += layer
         heapreplace(waiting, key(chosen % pipeline))
     return Partition(tuple(counts))
-
-
-def _embedding_flops(recipe: Recipe) -> int:
-    return 2 * recipe.model.hidden
-
-
-def stage_flops(recipe: Recipe, stage: int, layers: int) -> int:
-    """FLOPs per token of a stage with `layers` layers, including its embedding and head.
-
-    The embedding lookup counts as one operation per hidden element, forward and backward. That is negligible, but it
-    breaks a tie in favour of the stage without the embedding.
-    """
-    cost = layers * layer_flops(recipe.model, recipe.data.sequence_length)
-    cost += _embedding_flops(recipe) if stage == 0 else 0
-    cost += head_flops(recipe.model) if stage == recipe.parallel.stages - 1 else 0
-    return cost
 
 
 def stage_parameters(recipe: Recipe, stage: int, tensor: int = 1, expert: int = 1) -> Parameters:

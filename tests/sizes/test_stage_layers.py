@@ -4,14 +4,21 @@ from itertools import product
 import pytest
 
 from steelyard.core.recipe import load_recipe
-from steelyard.sizes.param_count import parameters
-from steelyard.sizes.stage_layers import partition_of, stage_flops, stage_parameters
+from steelyard.sizes.param_count import head_flops, layer_flops, parameters
+from steelyard.sizes.stage_layers import partition_of, stage_parameters
 
 
 def planned(name, pipeline, virtual=1, *overrides):
     schedule = "interleaved" if virtual > 1 else "1f1b"
     plan = [f"parallel.pipeline={pipeline}", f"parallel.virtual={virtual}", f"parallel.schedule={schedule}"]
     return load_recipe(name, [*plan, "parallel.sequence_parallel=false", *overrides])
+
+
+def stage_flops(recipe, stage, layers):
+    """FLOPs per token of a stage; looking up an embedding is one operation per hidden element and pass."""
+    cost = layers * layer_flops(recipe.model, recipe.data.sequence_length)
+    cost += 2 * recipe.model.hidden if stage == 0 else 0
+    return cost + (head_flops(recipe.model) if stage == recipe.parallel.stages - 1 else 0)
 
 
 def cost_of(recipe):
