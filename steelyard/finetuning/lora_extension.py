@@ -122,7 +122,7 @@ class Adapting(Extension):
                 continue
             weight = by_name[part.name.removesuffix(MAGNITUDE) + MATRIX]
             squares = weight.tensor.float().square().sum(dim=1)
-            if weight.is_cut and not part.is_cut:
+            if weight.is_tp_sharded and not part.is_tp_sharded:
                 dist.all_reduce(squares, group=self.mesh.tensor.group)
             part.tensor.copy_(squares.sqrt())
 

@@ -60,7 +60,7 @@ class Gradients:
             (self.mesh.sharding.group, lambda part: not part.is_expert),
             (self.mesh.expert_sharding.group, lambda part: part.is_expert),
             (self.mesh.expert.group, lambda part: part.is_expert),
-            (self.mesh.tensor.group, lambda part: part.is_cut),
+            (self.mesh.tensor.group, lambda part: part.is_tp_sharded),
         ):
             rows = [number for number, part in enumerate(self.parts) if has(part)]
             if group is not None and rows:

@@ -60,8 +60,8 @@ def assemble(
         model.seed_dropout(recipe.train.seed)
         if transform is not None:
             transform(model)
-        cuts = tensor_parallel.split(model, mesh.tensor, by_sequence) if mesh.tensor.size > 1 else {}
-        expert_cuts = expert_parallel.split(model, mesh.expert) if mesh.expert.size > 1 else {}
+        specs = tensor_parallel.split(model, mesh.tensor, by_sequence) if mesh.tensor.size > 1 else {}
+        expert_specs = expert_parallel.split(model, mesh.expert) if mesh.expert.size > 1 else {}
         if mesh.context.size > 1:
             context_parallel.split(model, mesh.context)
         activation_checkpoint.apply(model, parallel.recompute)
@@ -71,6 +71,6 @@ def assemble(
         gradients = torch.bfloat16 if recipe.optim.gradients == "bf16" else torch.float32
         fsdp.materialise(model, device, mesh, parallel.zero, gradients)
         stages[number] = model
-        parts += parts_of(model, mesh, cuts, expert_cuts, by_sequence)
+        parts += parts_of(model, mesh, specs, expert_specs, by_sequence)
     pipeline = Pipeline(stages, parallel, mesh.pipeline, device) if mesh.pipeline.size > 1 else None
     return Assembly(stages, parts, pipeline)

@@ -169,9 +169,9 @@ class Ranks(Store):
         sizes = {}
         for name, pieces in self.pieces.items():
             size = list(pieces[0].shape)
-            cut = self.entries[name].cut if name in self.entries else None
-            if cut is not None and cut < len(size):
-                size[cut] = sum(piece.shape[cut] for piece in pieces)
+            shard_dim = self.entries[name].shard_dim if name in self.entries else None
+            if shard_dim is not None and shard_dim < len(size):
+                size[shard_dim] = sum(piece.shape[shard_dim] for piece in pieces)
             sizes[name] = tuple(size)
         return sizes
 
@@ -183,14 +183,14 @@ class Ranks(Store):
 
     def joined(self, entry: Entry, pieces: list[Tensor]) -> Tensor:
         """Join shards that are laid out like the tensor of an entry; they may have more dimensions."""
-        if entry.cut is None:
+        if entry.shard_dim is None:
             return pieces[0]
         if entry.join == "groups" and self.version < 2:
             pieces = [self._in_groups(piece) for piece in pieces]
         if len(entry.ours) == 2:  # Each rank has its part of the gate, then its part of the up projection.
             halves = [piece.chunk(2) for piece in pieces]
             return torch.cat([gate for gate, _ in halves] + [up for _, up in halves])
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=entry.cut)
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=entry.shard_dim)
 
     def _in_groups(self, piece: Tensor) -> Tensor:
         """Reorder to groups. Before version 2 each head has its own key and value, apart (0) or innermost (1)."""

@@ -48,7 +48,7 @@ def bytes_of(supply: Supply, layout: MegatronLayout) -> int:
     layout.check(supply.config)
     stages = layout.stages(supply.config)
     copies = {
-        entry: len(_names(entry, stages, supply.config.tied)) * (layout.tensor if entry.cut is None else 1)
+        entry: len(_names(entry, stages, supply.config.tied)) * (layout.tensor if entry.shard_dim is None else 1)
         for entry in megatron(supply.config)
     }
     elements = (math.prod(_padded_size(entry, supply, layout.tensor)) * times for entry, times in copies.items())
@@ -91,9 +91,9 @@ def _shards(entry: Entry, supply: Supply, ranks: int) -> list[list[Tensor]]:
     parts = supply.parts(entry)
     if entry.expert is not None:
         parts, entry = [part[entry.expert] for part in parts], replace(entry, expert=None)
-    if entry.cut is None:
+    if entry.shard_dim is None:
         return [[joined(entry, parts, supply.config)]] * ranks
-    if entry.cut == 1:
+    if entry.shard_dim == 1:
         return [[piece] for piece in joined(entry, parts, supply.config).chunk(ranks, dim=1)]
     if entry.ours[0] in ("embed.weight", "head.weight"):
         rows = padded_rows(supply.config.vocab, ranks) // ranks
@@ -125,8 +125,8 @@ class _RankFile:
             weights = {}
             for entry, name in entries:
                 size = list(_padded_size(entry, supply, layout.tensor))
-                if entry.cut is not None:
-                    size[entry.cut] //= layout.tensor
+                if entry.shard_dim is not None:
+                    size[entry.shard_dim] //= layout.tensor
                 weights[_name_in(layout, entry, supply.config, name)] = torch.empty(size, dtype=supply.dtype)
             with torch.serialization.skip_data(materialize_fake_tensors=True):
                 torch.save({**head, "model": weights}, path)
