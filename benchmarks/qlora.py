@@ -107,7 +107,7 @@ class MemorySource(RandomSource):
 
     def __init__(self, recipe: Recipe, engine: Engine) -> None:
         super().__init__(recipe)
-        self._tensors = {part.name: part.tensor.to("cpu", torch.bfloat16) for part in engine.parts}
+        self._tensors = {part.name: part.tensor.to("cpu", torch.bfloat16) for part in engine.param_shards}
 
     def tensor(self, name: str) -> Tensor:
         """The weight as it was when this was made."""

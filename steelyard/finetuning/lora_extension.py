@@ -51,13 +51,13 @@ class Adapting(Extension):
         """Freeze the model and add adapters."""
         add_adapters(model, self.adapter, self.keeps_zeros, self.stored)
 
-    def assembled(self, stages: dict[int, LanguageModel], parts: list[ParamShard], mesh: Mesh) -> None:
+    def parallelized(self, stages: dict[int, LanguageModel], param_shards: list[ParamShard], mesh: Mesh) -> None:
         """Store the mesh, for sums over tensor-parallel ranks."""
         self.mesh = mesh
 
-    def initial_std(self, part: ParamShard) -> float | None:
+    def initial_std(self, shard: ParamShard) -> float | None:
         """A is random, with PEFT's standard deviation; B is zero."""
-        return (3 * part.shape[-1]) ** -0.5 if part.name.endswith(ADAPTER_IN) else 0.0
+        return (3 * shard.shape[-1]) ** -0.5 if shard.name.endswith(ADAPTER_IN) else 0.0
 
     def start(self, engine: Engine, world: World) -> str:
         """Load weights from the base; initialise DoRA's magnitudes from the row norms."""
@@ -79,9 +79,9 @@ class Adapting(Extension):
             )
         self._load_base(saved.get("base", {}), engine, world)
 
-    def saves(self, part: ParamShard) -> bool:
+    def saves(self, shard: ParamShard) -> bool:
         """Only adapters are saved; frozen weights are in the base."""
-        return part.parameter.requires_grad
+        return shard.parameter.requires_grad
 
     def state(self) -> dict[str, Any]:
         """The base and the settings of the adapters."""
@@ -106,9 +106,9 @@ class Adapting(Extension):
     def load(self, source: CheckpointSource, engine: Engine, is_new: bool) -> None:
         """Load the frozen weights from the base. In a new run, quantized matrices also set DoRA's magnitudes."""
         frozen = {
-            f"model.{part.name}": TensorShard(part.tensor, part.shape, part.offset)
-            for part in engine.parts
-            if part.tensor.numel() and not part.parameter.requires_grad and f".{MATRIX}." not in part.name
+            f"model.{shard.name}": TensorShard(shard.tensor, shard.shape, shard.offset)
+            for shard in engine.param_shards
+            if shard.tensor.numel() and not shard.parameter.requires_grad and f".{MATRIX}." not in shard.name
         }
         formats.load_shards(source, frozen, self.recipe.model)
         if self.stored is not None:
@@ -116,15 +116,15 @@ class Adapting(Extension):
 
     @torch.no_grad()
     def _set_magnitudes(self, engine: Engine) -> None:
-        by_name = {part.name: part for part in engine.parts}
-        for part in engine.parts:
-            if not part.name.endswith(MAGNITUDE) or not part.tensor.numel():
+        by_name = {shard.name: shard for shard in engine.param_shards}
+        for shard in engine.param_shards:
+            if not shard.name.endswith(MAGNITUDE) or not shard.tensor.numel():
                 continue
-            weight = by_name[part.name.removesuffix(MAGNITUDE) + MATRIX]
+            weight = by_name[shard.name.removesuffix(MAGNITUDE) + MATRIX]
             squares = weight.tensor.float().square().sum(dim=1)
-            if weight.is_tp_sharded and not part.is_tp_sharded:
+            if weight.is_tp_sharded and not shard.is_tp_sharded:
                 dist.all_reduce(squares, group=self.mesh.tensor.group)
-            part.tensor.copy_(squares.sqrt())
+            shard.tensor.copy_(squares.sqrt())
 
 
 def saved_precision(state: dict[str, Any]) -> BasePrecision | None:

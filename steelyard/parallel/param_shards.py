@@ -61,7 +61,7 @@ def local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def parts_of(
+def param_shards_of(
     model: LanguageModel, mesh: Mesh, specs: dict[str, ShardSpec], expert_specs: dict[str, ShardSpec], by_sequence: bool
 ) -> list[ParamShard]:
     """The shards of a model or a stage. A parameter with fewer rows than ranks has an empty shard on some ranks."""
@@ -72,7 +72,7 @@ def parts_of(
         for name, param in layers[number].params().items()
     }
     return [
-        _part(
+        _param_shard(
             name, parameter, model, mesh, specs.get(name), expert_specs.get(name), by_sequence, declared.get(name)
         )
         for name, parameter in model.named_parameters()
@@ -83,7 +83,7 @@ def _is_adapter(name: str) -> bool:
     return name.rpartition(".")[2] in (ADAPTER_IN, ADAPTER_OUT, MAGNITUDE)
 
 
-def _part(
+def _param_shard(
     name: str,
     parameter: nn.Parameter,
     model: LanguageModel,

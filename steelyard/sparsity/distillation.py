@@ -25,7 +25,7 @@ from torch import Tensor
 from steelyard.model import Batch, LanguageModel
 from steelyard.model.loss import VocabHead, add_product, linear_cross_entropy, softcapped
 from steelyard.parallel.mesh import Mesh
-from steelyard.parallel.parallelize import Assembly
+from steelyard.parallel.parallelize import ParallelModel
 from steelyard.parallel.pipeline_parallel import Pipeline
 from steelyard.parallel.world import World
 from steelyard.sparsity.masked_linear import Course
@@ -47,7 +47,7 @@ class Distilling:
         temperature: float,
         device: torch.device,
         course: Course | None = None,
-        teacher: Assembly | None = None,
+        teacher: ParallelModel | None = None,
     ) -> None:
         self.weight, self.temperature, self.course, self.teacher = weight, temperature, course, teacher
         self.dense: deque[tuple[Tensor, Tensor]] = deque()
@@ -134,7 +134,7 @@ class DistillingExtension(Extension):
 
     def weigh(self, engine: Engine, batch: Batch) -> tuple[Batch, Tensor | None]:
         """With a pipeline and distillation, run the dense model on all rows of the step."""
-        pipeline = engine.assembly.pipeline
+        pipeline = engine.parallel_model.pipeline
         if self.distilling is None or pipeline is None:
             return batch, None
         if all(model.training for model in pipeline.models.values()):

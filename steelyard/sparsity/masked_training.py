@@ -44,11 +44,11 @@ class MaskedMatrices(Extension):
         self.recipe, self.sparsity = recipe, recipe.sparsity
         self.names = masked_sizes(recipe)
         self.mesh: Mesh = alone()
-        self.parts: list[ParamShard] = []
+        self.param_shards: list[ParamShard] = []
 
-    def assembled(self, stages: dict[int, LanguageModel], parts: list[ParamShard], mesh: Mesh) -> None:
+    def parallelized(self, stages: dict[int, LanguageModel], param_shards: list[ParamShard], mesh: Mesh) -> None:
         """Collect the masked weights among the parameter shards."""
-        self.mesh, self.parts = mesh, [part for part in parts if part.name in self.names]
+        self.mesh, self.param_shards = mesh, [shard for shard in param_shards if shard.name in self.names]
 
     def state(self) -> dict[str, Any]:
         """The method, the pattern and the masked matrices."""
@@ -58,9 +58,9 @@ class MaskedMatrices(Extension):
     def zeros_2(self) -> Tensor:
         """This rank's number of zeros in the masked weights, and of weights; shards of several ranks are split."""
         sums_2 = torch.zeros(2, dtype=torch.float64, device=devices.choose(self.recipe))
-        for part in self.parts:
-            zeros = part.tensor.numel() - part.tensor.count_nonzero()
-            sums_2 += torch.stack([zeros, torch.full_like(zeros, part.tensor.numel())]).double() / part.copies
+        for shard in self.param_shards:
+            zeros = shard.tensor.numel() - shard.tensor.count_nonzero()
+            sums_2 += torch.stack([zeros, torch.full_like(zeros, shard.tensor.numel())]).double() / shard.copies
         return sums_2
 
     def mask_file(self, weights: str, world: World) -> Masks | None:
@@ -127,8 +127,8 @@ class FixedZeros(MaskedMatrices):
             how = super().start(engine, world)
         with raise_on_all_ranks(world):
             if masks is not None:
-                for part in self.parts:
-                    part.tensor.mul_(held(masks.mask(part.name), part).to(part.tensor.device))
+                for shard in self.param_shards:
+                    shard.tensor.mul_(held(masks.mask(shard.name), shard).to(shard.tensor.device))
             zeros = self.metrics()["zeros"]
             if zeros == 0:
                 raise UserError(

@@ -67,19 +67,19 @@ class LearnedMasks(DistillingExtension):
             weight, temperature = self.sparsity.distill, self.sparsity.distill_temperature
             self.distilling = Distilling(weight, temperature, devices.choose(self.recipe), course=self.course)
 
-    def assembled(self, stages: dict[int, LanguageModel], parts: list[ParamShard], mesh: Mesh) -> None:
+    def parallelized(self, stages: dict[int, LanguageModel], param_shards: list[ParamShard], mesh: Mesh) -> None:
         """Collect the logits among the parameter shards, each with its weight."""
         self.mesh = mesh
-        by_name = {part.name: part for part in parts}
+        by_name = {shard.name: shard for shard in param_shards}
         self.masked = [
-            LogitsShard(part, by_name[_weight_of(part.name)]) for part in parts if part.name.endswith(LOGITS)
+            LogitsShard(shard, by_name[_weight_of(shard.name)]) for shard in param_shards if shard.name.endswith(LOGITS)
         ]
 
-    def initial_std(self, part: ParamShard) -> float | None:
+    def initial_std(self, shard: ParamShard) -> float | None:
         """Logits start near zero."""
         return self.sparsity.std
 
-    def param_group_options(self, part: ParamShard) -> ParamGroupOptions:
+    def param_group_options(self, shard: ParamShard) -> ParamGroupOptions:
         """Logits have their own learning rate and weight decay."""
         own, default = self.sparsity.learning_rate, self.recipe.optim.learning_rate
         rate = self.sparsity.learning_rate_multiplier if own is None else own / default
@@ -154,9 +154,9 @@ class LearnedMasks(DistillingExtension):
             "weight_reg": weight_reg,
         }
 
-    def saves(self, part: ParamShard) -> bool:
+    def saves(self, shard: ParamShard) -> bool:
         """Only logits are saved; frozen weights are in the base."""
-        return part.parameter.requires_grad
+        return shard.parameter.requires_grad
 
     def state_shards(self) -> dict[str, TensorShard]:
         """Each group's mask at the last record and in the prior, for the metrics."""
@@ -194,9 +194,9 @@ class LearnedMasks(DistillingExtension):
 
         run_on_rank0(world, check_path)
         pieces = {
-            f"model.{part.name}": TensorShard(part.tensor, part.shape, part.offset)
-            for part in engine.parts
-            if part.tensor.numel() and not part.parameter.requires_grad
+            f"model.{shard.name}": TensorShard(shard.tensor, shard.shape, shard.offset)
+            for shard in engine.param_shards
+            if shard.tensor.numel() and not shard.parameter.requires_grad
         }
         self.base = frozen_base.load(path, recorded, pieces, self.recipe.model, world, MOVED)
 

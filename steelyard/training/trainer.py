@@ -318,7 +318,7 @@ class Trainer:
             self.engine.optimizer.copy_weights_to_host()
         else:
             self.engine.optimizer.make_state()
-            if not all(self.extension.saves(part) for part in self.engine.parts):
+            if not all(self.extension.saves(shard) for shard in self.engine.param_shards):
                 self.engine.initialise()
             with gather_errors(self.world):
                 checkpoint.load(saved, self.engine.state_shards(for_saving=False))

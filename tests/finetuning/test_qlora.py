@@ -103,8 +103,8 @@ def test_the_predicted_weights_are_those_of_the_model(bases, place, words):
     recipe = recipe.model_copy(update={"model": config})
     engine = Engine(recipe, alone(), torch.device("cpu"), Adapting(recipe), None)
     predicted = memory_of(recipe, 1)[0]
-    held = sum(part.tensor.numel() * part.tensor.element_size() for part in engine.parts)
-    trained = sum(part.tensor.numel() for part in engine.parts if part.parameter.requires_grad)
+    held = sum(part.tensor.numel() * part.tensor.element_size() for part in engine.param_shards)
+    trained = sum(part.tensor.numel() for part in engine.param_shards if part.parameter.requires_grad)
     assert predicted.weights == pytest.approx(held, rel=2e-3)
     assert predicted.gradients == 4 * trained
     precision = {"": "fp32", NF4: "nf4", INT8: "int8"}[words[0] if words else ""]

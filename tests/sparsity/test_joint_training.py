@@ -106,7 +106,7 @@ def test_masks_keep_the_weights_whose_columns_have_the_larger_gradient(place: Pl
     recipe = load_recipe(place.recipe, (*JOINT, "train.precision=fp32"))
     joint = JointTraining(recipe)
     engine = Engine(recipe, mesh.alone(), torch.device("cpu"), joint, None)
-    part = joint.parts[0]
+    part = joint.param_shards[0]
     with torch.no_grad():
         part.tensor[:] = torch.tensor([4.0, 3.0, 2.0, 1.0]).repeat(part.shape[1] // 4)
     part.parameter.grad = torch.ones_like(part.parameter) * torch.tensor([1.0, 1, 1, 9]).repeat(part.shape[1] // 4)

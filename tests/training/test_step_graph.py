@@ -40,7 +40,7 @@ def curve(kind: str, *overrides: str) -> list[tuple[float, float]]:
     engine.initialise()
     generator = torch.Generator(device="cuda").manual_seed(0)
     with torch.no_grad():
-        for part in engine.parts:
+        for part in engine.param_shards:
             if not part.parameter.requires_grad:
                 if part.tensor.dtype.itemsize == 1:
                     part.tensor.view(torch.uint8).random_(generator=generator)
