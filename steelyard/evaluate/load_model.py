@@ -19,7 +19,7 @@ from steelyard.evaluate.join_projections import join_projections
 from steelyard.model import LanguageModel
 from steelyard.model.experts import MATRIX_MODULES
 from steelyard.parallel import mesh as meshes
-from steelyard.parallel.mesh import Mesh, Sharding
+from steelyard.parallel.mesh import FsdpMesh, Mesh
 from steelyard.parallel.parallelize import parallelize
 from steelyard.parallel.param_shards import ParamShard
 from steelyard.sparsity import sparse_linear
@@ -49,7 +49,7 @@ def context_of(source: CheckpointSource) -> int:
 
 def mesh_for(tensor: int, device: torch.device) -> Mesh:
     """A mesh without FSDP: each rank holds its whole tensor-parallel shard, so weights are never gathered."""
-    return replace(meshes.make(ParallelSection(tensor=tensor), device.type), sharding=Sharding())
+    return replace(meshes.make(ParallelSection(tensor=tensor), device.type), fsdp=FsdpMesh())
 
 
 def loaded(

@@ -59,8 +59,8 @@ class Gradients:
                 scaled = gradient.double() / grad_scale
                 row[0], row[1] = scaled.sum(), scaled.square().sum()
         for group, has in (
-            (self.mesh.sharding.group, lambda shard: not shard.is_expert),
-            (self.mesh.expert_sharding.group, lambda shard: shard.is_expert),
+            (self.mesh.fsdp.group, lambda shard: not shard.is_expert),
+            (self.mesh.expert_fsdp.group, lambda shard: shard.is_expert),
             (self.mesh.expert.group, lambda shard: shard.is_expert),
             (self.mesh.tensor.group, lambda shard: shard.is_tp_sharded),
         ):

@@ -94,11 +94,11 @@ def _param_shard(
     declared: BlockParam | None,
 ) -> ParamShard:
     shape, offset = list(parameter.shape), [0] * parameter.ndim
-    sharding = mesh.sharding if expert_spec is None else mesh.expert_sharding
+    fsdp = mesh.fsdp if expert_spec is None else mesh.expert_fsdp
     if isinstance(parameter, DTensor):
         # fully_shard assigns the same number of rows to each rank, and fewer or none to the last ranks.
-        rows = -(-shape[0] // sharding.shard)
-        offset[0] = min(shape[0], sharding.index * rows)
+        rows = -(-shape[0] // fsdp.shard)
+        offset[0] = min(shape[0], fsdp.index * rows)
     for each in (spec, expert_spec):
         if each is not None:
             offset[each.dim] += each.index * shape[each.dim]
@@ -112,7 +112,7 @@ def _param_shard(
         tensor=local(parameter.data),
         shape=tuple(shape),
         offset=tuple(offset),
-        copies=sharding.replicate * (mesh.tensor.size if spec is None else 1),
+        copies=fsdp.replicate * (mesh.tensor.size if spec is None else 1),
         is_tp_sharded=spec is not None and spec.count > 1,
         is_expert=expert_spec is not None,
         is_partial=spec is None and is_partial and mesh.tensor.size > 1,
