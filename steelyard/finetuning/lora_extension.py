@@ -161,9 +161,9 @@ class AdaptedSource(CheckpointSource):
         module = name.removesuffix(".weight")
         if module not in self.adapted:
             return weight
-        return merged(weight, self.learned(module), self.adapter.alpha / self.adapter.rank, self.keeps_zeros)
+        return merged(weight, self.adapter_weights(module), self.adapter.alpha / self.adapter.rank, self.keeps_zeros)
 
-    def learned(self, module: str) -> dict[str, Tensor]:
+    def adapter_weights(self, module: str) -> dict[str, Tensor]:
         """The adapter's parameters of one matrix, by name."""
         known = set(self.adapters.names())
         return {name: self.adapters.tensor(f"{module}.{name}") for name in NAMES if f"{module}.{name}" in known}

@@ -20,7 +20,7 @@ from steelyard.finetuning.encoding import EncodeStats, Loss, encode
 from steelyard.finetuning.sft import Tuning
 from steelyard.finetuning.sft_dataset import conversations, paths_of, preferences
 
-LEARNED, MASKED, PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[0m"
+IN_LOSS, MASKED, PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[0m"
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em; color: #222 }
 pre { white-space: pre-wrap; background: #f6f6f4; padding: 1em; border-radius: 6px; color: #888 }
@@ -55,14 +55,14 @@ def preview(tuning: Tuning, samples: int) -> Shown:
         counted = {"conversations": len(every)}
         full = {"packing_efficiency": round(rows.efficiency, 4)}
     lengths = np.array([len(each.ids) for each in every])
-    learned = int(sum(each.learned[1:].sum() for each in every))
+    loss_tokens = int(sum(each.loss_mask[1:].sum() for each in every))
     figures = {
         **counted,
         "rows": rows.per_epoch,
         "steps": tuning.recipe.train.steps,
         "tokens": int(lengths.sum()),
-        "learned": learned,
-        "masked": int(lengths.sum()) - learned,
+        "loss_tokens": loss_tokens,
+        "masked": int(lengths.sum()) - loss_tokens,
         "unknown": tuning.stats.counts["unknown"],
         "longest": int(lengths.max()),
         "median": int(np.median(lengths)),
@@ -94,9 +94,9 @@ def runs(conversation: Conversation, tuning: Tuning, loss: Loss) -> Spans:
     """A conversation's decoded tokens, split where the loss mask changes, and truncated like a row."""
     encoded = encode(conversation, tuning.template, tuning.tokenizer, loss)
     ids = encoded.ids[: tuning.recipe.data.sequence_length + 1].tolist()
-    learned = [False, *encoded.learned[1 : len(ids)].tolist()]  # The first token is never predicted.
+    loss_mask = [False, *encoded.loss_mask[1 : len(ids)].tolist()]  # The first token is never predicted.
     spans, end, shown = [], 0, ""
-    for key, run in groupby(learned):
+    for key, run in groupby(loss_mask):
         end += len(list(run))
         # Decoded from the start, because some decoders remove the space at the start of what they get.
         text = tuning.tokenizer.decode(ids[:end], skip_special_tokens=False)
@@ -107,7 +107,7 @@ def runs(conversation: Conversation, tuning: Tuning, loss: Loss) -> Spans:
 
 def as_result(shown: Shown) -> dict[str, Any]:
     """The preview as a JSON object."""
-    samples = [[{"text": text, "learned": learned} for text, learned in spans] for spans in shown.samples]
+    samples = [[{"text": text, "in_loss": in_loss} for text, in_loss in spans] for spans in shown.samples]
     return shown.figures | {"samples": samples, "titles": shown.titles}
 
 
@@ -116,15 +116,15 @@ def as_text(shown: Shown) -> str:
     coloured = sys.stdout.isatty()
     lines = [f"{key:20} {value}" for key, value in shown.figures.items()]
     for title, spans in zip(shown.titles, shown.samples, strict=True):
-        text = "".join(_marked(text, learned, coloured) for text, learned in spans)
+        text = "".join(_marked(text, in_loss, coloured) for text, in_loss in spans)
         lines += ["", f"--- {title}", text]
     return "\n".join(lines)
 
 
-def _marked(text: str, learned: bool, coloured: bool) -> str:
+def _marked(text: str, in_loss: bool, coloured: bool) -> str:
     if coloured:
-        return f"{LEARNED if learned else MASKED}{text}{PLAIN}"
-    return f"«{text}»" if learned else text
+        return f"{IN_LOSS if in_loss else MASKED}{text}{PLAIN}"
+    return f"«{text}»" if in_loss else text
 
 
 def write_html(shown: Shown, path: Path) -> None:
@@ -136,5 +136,5 @@ def write_html(shown: Shown, path: Path) -> None:
 
 
 def _section(title: str, spans: Spans) -> str:
-    texts = (f"<b>{html.escape(text)}</b>" if learned else html.escape(text) for text, learned in spans)
+    texts = (f"<b>{html.escape(text)}</b>" if in_loss else html.escape(text) for text, in_loss in spans)
     return f"<h2>{title}</h2><pre>{''.join(texts)}</pre>"

@@ -26,8 +26,7 @@ from steelyard.core.recipe import Recipe
 from steelyard.core.recipe.finetune_section import FinetuneSection
 from steelyard.core.recipe.sparsity_section import SparsitySection
 from steelyard.core.run import Run
-from steelyard.finetuning import dpo, templates
-from steelyard.finetuning import template_marks as marks
+from steelyard.finetuning import dpo, template_markers, templates
 from steelyard.finetuning.dpo import PairSamples, Preferring
 from steelyard.finetuning.encoding import Encoded, EncodeStats
 from steelyard.finetuning.lora_extension import Adapting
@@ -70,7 +69,8 @@ class Tuning:
             line = f"{units.count(len(self.training.pairs))} pairs of answers"
         else:
             samples = self.training.conversations
-            trained, total = sum(int(each.learned[1:].sum()) for each in samples), sum(each.places for each in samples)
+            trained = sum(int(each.loss_mask[1:].sum()) for each in samples)
+            total = sum(each.length for each in samples)
             line = (
                 f"{units.count(len(samples))} conversations in {units.count(self.training.per_epoch)} rows, "
                 f"{self.training.efficiency:.1%} full; "
@@ -93,7 +93,7 @@ def prepare(recipe: Recipe, ranks: int | None = None) -> Tuning:
     recipe = with_fixed_masks(recipe, tune)
     tokenizer = tokenizer_of(recipe)
     template = templates.load(tune.template, tokenizer)
-    marks.check(template, tokenizer)
+    template_markers.check(template, tokenizer)
     length, batch = recipe.data.sequence_length, recipe.train.global_batch
     opened: Callable[..., tuple[list[Any], EncodeStats]] = open_corpus
     made: Callable[..., Rows] = partial(PackedSamples, length=length, packing=tune.packing)
@@ -204,7 +204,7 @@ def export(tuning: Tuning, run: Run, out: Path | None = None) -> dict[str, Any]:
 def _add_answer_end(source: CheckpointSource, tuning: Tuning) -> None:
     """Add the special token that ends most training answers to `eos_token_id`, so that generation stops there."""
     samples = tuning.training.pairs if isinstance(tuning.training, PairSamples) else tuning.training.conversations
-    closing = Counter(int(each.ids[np.flatnonzero(each.learned)[-1]]) for each in _flat(samples))
+    closing = Counter(int(each.ids[np.flatnonzero(each.loss_mask)[-1]]) for each in _flat(samples))
     end, count = closing.most_common(1)[0]
     ends = end_ids(source.extra) or [each for each in [tuning.tokenizer.end_id] if each is not None]
     if end in ends or 2 * count < closing.total() or tuning.tokenizer.decode([end]):
@@ -257,7 +257,7 @@ def _count_unknown(samples: list[Any], tokenizer: Tokenizer, tune: FinetuneSecti
 def _digest(samples: list[Any], valid: list[Any]) -> str:
     digest = hashlib.sha256()
     for each in (*_flat(samples), *_flat(valid)):
-        digest.update(each.ids.tobytes() + each.learned.tobytes())
+        digest.update(each.ids.tobytes() + each.loss_mask.tobytes())
     return digest.hexdigest()[:24]
 
 

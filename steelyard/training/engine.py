@@ -24,7 +24,7 @@ from steelyard.parallel import context_parallel, fsdp
 from steelyard.parallel.gradients import Gradients
 from steelyard.parallel.mesh import Mesh
 from steelyard.parallel.parallelize import parallelize
-from steelyard.tokens.dataloader import Rows, documents_in, learned_in, starts_of
+from steelyard.tokens.dataloader import Rows, documents_in, loss_positions_in, starts_of
 from steelyard.training import device as devices
 from steelyard.training import fp8
 from steelyard.training.expert_balance import ExpertBalance
@@ -245,7 +245,7 @@ class Engine:
                 if name in batch:
                     batch[name] = batch[name][:, here]
         if "loss_weights_BL" in batch:
-            loss_positions = learned_in(batch["loss_weights_BL"])
+            loss_positions = loss_positions_in(batch["loss_weights_BL"])
             if loss_positions.shape[1] < batch["loss_weights_BL"].shape[1]:
                 batch["loss_positions_BK"] = loss_positions
         on_host = {name: torch.from_numpy(batch.pop(name)) for name in ("document_starts_BN",) if name in batch}

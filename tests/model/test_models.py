@@ -8,7 +8,7 @@ from steelyard.core.errors import UserError
 from steelyard.core.recipe import load_recipe
 from steelyard.model import attention
 from steelyard.model.rope import apply_rope, rope_cos_sin, scaled
-from steelyard.tokens.dataloader import learned_in, starts_of
+from steelyard.tokens.dataloader import loss_positions_in, starts_of
 
 TINY = {
     "gpt": ["model.layers=2", "model.hidden=32", "model.heads=4", "model.vocab=100"],
@@ -189,7 +189,7 @@ def test_the_head_need_not_see_places_that_weigh_nothing(family, last_layer_too)
     weights = (torch.rand(3, 64) < 0.3).float()
     rows = {"tokens_BL": tokens[:, :-1], "labels_BL": tokens[:, 1:], "loss_weights_BL": weights}
     found = []
-    for places in (None, torch.from_numpy(learned_in(weights.numpy()))):
+    for places in (None, torch.from_numpy(loss_positions_in(weights.numpy()))):
         network.zero_grad()
         loss = network(model.Batch(**rows, loss_positions_BK=places))
         loss.sum().backward()
