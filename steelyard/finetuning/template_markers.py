@@ -1,7 +1,7 @@
 """Check the markers of a chat template, the text that it writes around messages, against the tokenizer.
 
-A marker that is unknown to the tokenizer cannot be learned: the model would see the same unknown token for every marker. A
-marker that is split into several tokens works, but is longer than a special token, so it is only reported.
+A marker that is unknown to the tokenizer cannot be learned: the model would see the same unknown token for every
+marker. One that is split into several tokens works, but is longer than a special token, so it is only reported.
 """
 
 from __future__ import annotations
