@@ -128,7 +128,7 @@ def _decode_step(network: LanguageModel, prompt_BL: Tensor) -> Callable[[], Tens
     cache = Cache(context + 1)
     network(Batch(prompt_BL, logits_to_keep=1), cache=cache)
     decoder = Decoder(network, cache, batch)
-    decoder.place_1.fill_(context)
+    decoder.position_1.fill_(context)
 
     def step() -> Tensor:
         logits_BV = decoder.step(span_of(context + 1, cache.allocated))

@@ -97,13 +97,13 @@ class LanguageModel(nn.Module):
             batch = Batch(batch if x_BLD is None else batch.new_empty(batch.shape[:2], dtype=torch.long))
         position_ids_BL = batch.position_ids_BL
         if position_ids_BL is None and cache is not None and cache.slot is not None:
-            position_ids_BL = cache.slot.place_1[None]
+            position_ids_BL = cache.slot.position_1[None]
         elif position_ids_BL is None:
             seen = 0 if cache is None else cache.length
             position_ids_BL = torch.arange(seen, seen + batch.tokens_BL.shape[1], device=batch.tokens_BL.device)[None]
         inputs, rotations = self._layer_inputs(batch, position_ids_BL), self.rotations(position_ids_BL)
         if cache is not None and cache.slot is not None:
-            inputs = inputs._replace(mask=KeysUpTo(cache.slot.place_1))
+            inputs = inputs._replace(mask=KeysUpTo(cache.slot.position_1))
         if self.embed is not None:
             x_BLD = self.embedded(batch.tokens_BL, position_ids_BL).to(self.dtype)
             x_BLD = self.embed_dropout(x_BLD, inputs.sample_ids_B, inputs.row_positions_BL)

@@ -51,8 +51,8 @@ def _flash(q_BHLE: Tensor, k_BKLE: Tensor, v_BKLE: Tensor, documents: CuSeqlens 
     query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (q_BHLE, k_BKLE, v_BKLE))
     assert scoring.window is not None
     attn_out_THE: Tensor = torch.ops.aten._flash_attention_forward(
-        query, key, value, of_queries.places, of_keys.places, of_queries.longest, of_keys.longest, 0.0, True, False,
-        scale=scoring.scale, window_size_left=scoring.window - 1, window_size_right=0,
+        query, key, value, of_queries.offsets, of_keys.offsets, of_queries.max_seqlen, of_keys.max_seqlen, 0.0, True,
+        False, scale=scoring.scale, window_size_left=scoring.window - 1, window_size_right=0,
     )[0]  # fmt: skip
     attn_out_BLHE: Tensor = attn_out_THE.unflatten(0, (rows, length))
     return attn_out_BLHE.transpose(1, 2)
@@ -67,7 +67,7 @@ def _flex(q_BHLE: Tensor, k_BKLE: Tensor, v_BKLE: Tensor, documents: CuSeqlens |
     document_BL, before = None, seen - length
     if documents is not None:
         tokens = torch.arange(rows * length, dtype=torch.int32, device=q_BHLE.device)
-        document_BL = torch.searchsorted(documents.places, tokens, right=True).view(rows, length)
+        document_BL = torch.searchsorted(documents.offsets, tokens, right=True).view(rows, length)
     window = scoring.window or seen
     assert scoring.softcap is not None
     # A tensor, since flex_attention refuses a number that differs between models in one process.

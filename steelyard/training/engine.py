@@ -240,7 +240,7 @@ class Engine:
             batch["sample_ids_B"] = np.arange(first_sample, first_sample + number)
             batch["row_positions_BL"] = positions
         if self.mesh.context.size > 1:
-            here = context_parallel.places(length, self.mesh.context).numpy()
+            here = context_parallel.positions_of(length, self.mesh.context).numpy()
             for name in ("tokens_BL", "labels_BL", "loss_weights_BL", "position_ids_BL", "row_positions_BL"):
                 if name in batch:
                     batch[name] = batch[name][:, here]

@@ -173,7 +173,7 @@ def test_documents_by_where_they_begin_are_the_same_documents(family):
 def test_the_kernel_for_documents_is_asked_before_it_is_used():
     assert not attention.has_varlen_attention(torch.device("cpu"), torch.bfloat16, 64)
     bounds = attention.cu_seqlens_of(torch.tensor([[0, 3, 8], [0, 8, 8]], dtype=torch.int32), 8, torch.device("cpu"))
-    assert (bounds.places.tolist(), bounds.longest) == ([0, 3, 8, 16], 8)
+    assert (bounds.offsets.tolist(), bounds.max_seqlen) == ([0, 3, 8, 16], 8)
     mask = attention.dense_mask(bounds, 2, 8)
     assert torch.equal(mask, attention.within_documents(torch.tensor([[0] * 3 + [1] * 5, [0] * 8])))
 
