@@ -28,7 +28,7 @@ from steelyard.parallel.mesh import Mesh
 from steelyard.parallel.parallelize import ParallelModel
 from steelyard.parallel.pipeline_parallel import Pipeline
 from steelyard.parallel.world import World
-from steelyard.sparsity.masked_linear import Course
+from steelyard.sparsity.masked_linear import AnnealState
 from steelyard.training.engine import Engine
 from steelyard.training.extension import Extension
 
@@ -38,7 +38,7 @@ CHUNK_BYTES = 1 << 28  # of logits in fp32
 class Distilling:
     """A forward pass that runs the dense model first, and adds the divergence from it to the loss.
 
-    The dense model is `teacher`, or the trained model while `course` switches its masks off.
+    The dense model is `teacher`, or the trained model while `anneal` switches its masks off.
     """
 
     def __init__(
@@ -46,10 +46,10 @@ class Distilling:
         weight: float,
         temperature: float,
         device: torch.device,
-        course: Course | None = None,
+        anneal: AnnealState | None = None,
         teacher: ParallelModel | None = None,
     ) -> None:
-        self.weight, self.temperature, self.course, self.teacher = weight, temperature, course, teacher
+        self.weight, self.temperature, self.anneal, self.teacher = weight, temperature, anneal, teacher
         self.dense: deque[tuple[Tensor, Tensor]] = deque()
         """The last hidden states of the dense model and its head, for the next micro-batches."""
         self.sums_2 = torch.zeros(2, dtype=torch.float64, device=device)
@@ -89,16 +89,16 @@ class Distilling:
     def _dense_model(self, model: LanguageModel | None) -> Iterator[None]:
         """Compute without masks, and keep the input of the head instead of a loss."""
         self.dense.clear()
-        if self.course is not None:
-            self.course.dense = True
+        if self.anneal is not None:
+            self.anneal.dense = True
         if model is not None:
             model.loss = self._store_dense
         try:
             with torch.no_grad():
                 yield
         finally:
-            if self.course is not None:
-                self.course.dense = False
+            if self.anneal is not None:
+                self.anneal.dense = False
 
     def _store_dense(self, x_BLD: Tensor, weight_VD: Tensor, *others: Any) -> Tensor:
         self.dense.append((x_BLD, weight_VD))

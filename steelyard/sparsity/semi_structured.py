@@ -52,8 +52,8 @@ class Packed:
     """(outputs, 2 * groups), 16-bit floats, or fp8 or int8 with scales."""
     words: Tensor
     """(outputs, words of a row), int32."""
-    places: Tensor | None = None
-    """The metadata for `sparse_mma` (see `places_of`); None unless the matrix consists of whole tiles and blocks."""
+    metadata: Tensor | None = None
+    """The metadata for `sparse_mma` (see `metadata_of`); None unless the matrix consists of whole tiles and blocks."""
     scales: Tensor | None = None
     """(outputs,), fp32: each row of 8-bit values is multiplied by one."""
 
@@ -79,15 +79,15 @@ def packed(values: Tensor, indices: Tensor, scales: Tensor | None = None) -> Pac
     words = torch.zeros(len(masks), blocks, BLOCK_WORDS, dtype=torch.int32, device=masks.device)
     for step in range(8):
         words |= steps[:, :, step] << 4 * step
-    places = None
+    metadata = None
     if len(masks) % TILE == 0 and groups % BLOCK_GROUPS == 0:
         # The slots of 8-bit values: see `sparse_mma.py`.
         in_slots = masks if scales is None else masks.unflatten(1, (-1, 4, 2, 4)).transpose(2, 3).flatten(1)
-        places = places_of(in_slots)
-    return Packed(values.contiguous(), words.flatten(1), places, scales)
+        metadata = metadata_of(in_slots)
+    return Packed(values.contiguous(), words.flatten(1), metadata, scales)
 
 
-def places_of(masks: Tensor) -> Tensor:
+def metadata_of(masks: Tensor) -> Tensor:
     """The positions of each group's two weights, from its mask (outputs, groups), as the metadata of `mma.sp`.
 
     Group 32 t + 4 s + i is in slot s. For each tile of rows and each block a thread has eight words, in two times four:

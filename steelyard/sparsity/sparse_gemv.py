@@ -87,7 +87,7 @@ PROGRAMS = (100, 1200)  # per product: fewer leave multiprocessors idle, more on
 
 def ways(rows: int, packed: Packed) -> list[Way | sparse_mma.Form]:
     """The configurations for a number of input rows and a matrix; the first is a good guess."""
-    in_cores = [] if packed.places is None or _INTERPRETED else sparse_mma.forms(packed)
+    in_cores = [] if packed.metadata is None or _INTERPRETED else sparse_mma.forms(packed)
     blocks = packed.words.shape[1] // BLOCK_WORDS
     fewest, most = PROGRAMS
     found: list[tuple[int, Way]] = []

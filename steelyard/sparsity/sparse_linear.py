@@ -63,7 +63,7 @@ class SparseLinear(Linear):
     indices: nn.Parameter | None
     scales: nn.Parameter | Tensor | None
     words: Tensor
-    places: Tensor | None
+    metadata: Tensor | None
     for_many: Tensor
 
     def __init__(self, linear: Linear, dtype: torch.dtype, value_format: ValueFormat | None = None) -> None:
@@ -92,13 +92,13 @@ class SparseLinear(Linear):
         self.register_buffer("values", values)
         self.register_buffer("scales", scales)
         self.register_buffer("words", ours.words)
-        self.register_buffer("places", ours.places if values.is_cuda else None)
+        self.register_buffer("metadata", ours.metadata if values.is_cuda else None)
         self.register_buffer("for_many", values.new_empty(0, dtype=self.dtype) if theirs is None else theirs)
 
     def forward(self, x: Tensor) -> Tensor:
         """The product, with the fastest algorithm."""
         rows = x.flatten(0, -2)
-        y: Tensor = _product(rows, self.values, self.words, self.places, self.for_many, self.scales)
+        y: Tensor = _product(rows, self.values, self.words, self.metadata, self.for_many, self.scales)
         y = y.view(*x.shape[:-1], self.out_features)
         return y if self.bias is None else y + self.bias.to(x.dtype)
 
@@ -150,9 +150,9 @@ def for_graphs() -> Iterator[None]:
 
 @torch.library.custom_op("steelyard::sparse_product", mutates_args=())
 def _product(
-    x: Tensor, values: Tensor, words: Tensor, places: Tensor | None, for_many: Tensor, scales: Tensor | None
+    x: Tensor, values: Tensor, words: Tensor, metadata: Tensor | None, for_many: Tensor, scales: Tensor | None
 ) -> Tensor:
-    held = Packed(values, words, places, scales)
+    held = Packed(values, words, metadata, scales)
     if not x.is_cuda:
         return F.linear(x, dense(held).to(x.dtype))
     key = _key(x, held)
@@ -167,7 +167,7 @@ def _product(
 
 @_product.register_fake
 def _(
-    x: Tensor, values: Tensor, words: Tensor, places: Tensor | None, for_many: Tensor, scales: Tensor | None
+    x: Tensor, values: Tensor, words: Tensor, metadata: Tensor | None, for_many: Tensor, scales: Tensor | None
 ) -> Tensor:
     return x.new_empty(x.shape[0], values.shape[0])
 

@@ -53,19 +53,19 @@ class LearnedMasks(DistillingExtension):
         self.names = masked_linear.masked_sizes(recipe)
         self.base: dict[str, str] = {}
         self.mesh: Mesh = alone()
-        self.course: masked_linear.Course | None = None
+        self.anneal: masked_linear.AnnealState | None = None
         self.numbers = (1.0, 1.0, 0.0)
         self.masked: list[LogitsShard] = []
 
     def transform(self, model: LanguageModel) -> None:
         """Freeze the model and replace linear modules of its layers by masked ones."""
-        if self.course is None:
-            self.course = masked_linear.course_of(self.sparsity, devices.choose(self.recipe))
+        if self.anneal is None:
+            self.anneal = masked_linear.anneal_state_of(self.sparsity, devices.choose(self.recipe))
         masked_linear.freeze(model)
-        masked_linear.put_masks(model, self.names, self.recipe.train.seed, self.course)
+        masked_linear.put_masks(model, self.names, self.recipe.train.seed, self.anneal)
         if self.sparsity.distill:
             weight, temperature = self.sparsity.distill, self.sparsity.distill_temperature
-            self.distilling = Distilling(weight, temperature, devices.choose(self.recipe), course=self.course)
+            self.distilling = Distilling(weight, temperature, devices.choose(self.recipe), anneal=self.anneal)
 
     def parallelized(self, stages: dict[int, LanguageModel], param_shards: list[ParamShard], mesh: Mesh) -> None:
         """Collect the logits among the parameter shards, each with its weight."""
@@ -127,10 +127,10 @@ class LearnedMasks(DistillingExtension):
         self.numbers = (scale, temperature, weight_reg)
         micro_batches = batch // self.recipe.train.micro_batch
         factor = loss_scale / (micro_batches * self.mesh.context.size)
-        assert self.course is not None
+        assert self.anneal is not None
         values = torch.tensor([scale, temperature, weight_reg * factor])
-        self.course.course_3.copy_(values, non_blocking=True)
-        self.course.step_2.copy_(torch.tensor(gumbel.draw_of_step(step), dtype=torch.int32), non_blocking=True)
+        self.anneal.anneal_3.copy_(values, non_blocking=True)
+        self.anneal.step_2.copy_(torch.tensor(gumbel.draw_of_step(step), dtype=torch.int32), non_blocking=True)
 
     def metrics(self) -> dict[str, float]:
         """Mean largest mask probability, and shares of masks that changed since the last record or left the prior."""
@@ -202,7 +202,7 @@ class LearnedMasks(DistillingExtension):
 
     def _take_logits(self, theirs: MaskLlm) -> None:
         """Set this rank's logits to those of a MaskLLM checkpoint."""
-        assert self.course is not None
+        assert self.anneal is not None
         refuse_fewer(theirs, self.names, self.recipe)
         known = set(theirs.names())
         for name, size in self.names.items():
@@ -215,11 +215,11 @@ class LearnedMasks(DistillingExtension):
         for masked in self.masked:
             if masked.logits.tensor.numel():
                 masked.logits.tensor.copy_(held(theirs.logits(masked.name), masked.logits))
-            masked.begin(None, self.course.candidates_CM, self.sparsity)
+            masked.begin(None, self.anneal.candidates_CM, self.sparsity)
 
     def _add_prior(self, world: World) -> str:
-        assert self.course is not None
-        origin, candidates = self.sparsity.prior or _masks_alone(self.recipe.train.init_from), self.course.candidates_CM
+        assert self.anneal is not None
+        origin, candidates = self.sparsity.prior or _masks_alone(self.recipe.train.init_from), self.anneal.candidates_CM
         prior = None
         if origin is not None:
             prior = MaskPrior(None if origin == FROM_WEIGHTS else masks_of(origin), self.base, self.recipe)
