@@ -158,7 +158,7 @@ def few_rows_of(x: Tensor, whole: list[Tensor], compressed: list[Packed], all_wa
     plain = timed(*[partial(F.linear, x, weight) for weight in whole])
     row(f"dense {name}", plain, tb_per_s=round(outputs * inputs * 2 / plain / 1e9, 2))
     found = {}
-    for way in sparse_gemv.ways(len(x), compressed[0]):
+    for way in sparse_gemv.configs(len(x), compressed[0]):
         try:
             error = difference(sparse_gemv.few_rows(x, compressed[0], way), expected)
         except Exception as problem:  # A variant that this GPU or Triton does not support must not hide the others.
@@ -264,10 +264,10 @@ def published(weight: Tensor, windows: list[Tensor]) -> Tensor:
     return w.to(weight.dtype)
 
 
-def shown(way: sparse_gemv.Way | sparse_mma.Form) -> str:
+def shown(way: sparse_gemv.GemvConfig | sparse_mma.MmaConfig) -> str:
     """A kernel variant as text."""
     reported = " ".join(f"{field.name} {getattr(way, field.name)}" for field in dataclasses.fields(way))
-    return f"cores {reported}" if isinstance(way, sparse_mma.Form) else reported
+    return f"cores {reported}" if isinstance(way, sparse_mma.MmaConfig) else reported
 
 
 def random(*size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:

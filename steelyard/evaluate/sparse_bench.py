@@ -85,7 +85,7 @@ def sparse(request: BenchRequest) -> dict[str, Any]:
         "context": context,
         "values": [side for side in sides if side in DTYPES],
         "rows": _rows(sides),
-        "ways": dict(_chosen_kernels()),
+        "kernels": dict(_chosen_kernels()),
     }
 
 
@@ -190,10 +190,10 @@ def _gain(side: str) -> str:
 
 
 def _chosen_kernels() -> Iterator[tuple[str, str]]:
-    for (_, dtype, outputs, groups, rows, in_graph, stored), way in sparse_linear.CHOICES.found.items():
+    for (_, dtype, outputs, groups, rows, in_graph, stored), config in sparse_linear.CHOICES.found.items():
         if in_graph:
             values = "" if stored == dtype else f", {str(stored).removeprefix('torch.')} values"
-            yield f"{outputs}x{4 * groups}, up to {1 << rows} rows{values}", str(way)
+            yield f"{outputs}x{4 * groups}, up to {1 << rows} rows{values}", str(config)
 
 
 def as_text(result: dict[str, Any]) -> str:

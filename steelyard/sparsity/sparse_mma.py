@@ -30,8 +30,8 @@ Values of 8 bits become 16-bit floats in registers (`decode_values.py`); the sca
 
 Rejected, by measurements on an H200: reading the next piece before the present one is multiplied (more registers; as
 fast for 16-bit values; for 8-bit values 13% slower at 28672x4096, 4% faster at 4096x14336), at most 64 registers
-(slower in nearly every form), and requesting all of a program's weights into the L2 cache at its start (3 to 31%
-slower).
+(slower in nearly every configuration), and requesting all of a program's weights into the L2 cache at its start (3 to
+31% slower).
 
 The specification is that of `sparse_gemv.py`. Triton's interpreter does not support inline assembly, so tests replace
 `_four`, `_four_once` and `_multiply` by a model of it.
@@ -66,7 +66,7 @@ ARRANGED_AT_ONCE = 512
 
 
 @dataclass(frozen=True)
-class Form:
+class MmaConfig:
     """How a product is split over warps and programs: tiles of matrix rows, and pieces of inputs."""
 
     tiles: int
@@ -79,31 +79,31 @@ class Form:
     """Programs that take different pieces; the last to finish sums them, in a fixed order."""
 
 
-FORMS = (Form(2, 1, 4), Form(1, 4, 2), Form(1, 2, 4), Form(1, 2, 8), Form(1, 1, 4), Form(2, 2, 2))
+CONFIGS = tuple(MmaConfig(*each) for each in ((2, 1, 4), (1, 4, 2), (1, 2, 4), (1, 2, 8), (1, 1, 4), (2, 2, 2)))
 PARTS = (1, 2, 4, 7)
-WARPS = 2048  # per product: the fastest forms on an H200 had 1,800 to 3,600
+WARPS = 2048  # per product: the fastest configurations on an H200 had 1,800 to 3,600
 TRIED = 6
 
 
-def forms(packed: Packed) -> list[Form]:
-    """The forms that fit a matrix, the most promising first."""
+def configs(packed: Packed) -> list[MmaConfig]:
+    """The configurations that fit a matrix, the most promising first."""
     tiles, pieces = packed.outputs // TILE, packed.groups // PIECE
     found = []
-    for form in (replace(form, parts=parts) for form in FORMS for parts in PARTS):
-        programs, left = divmod(tiles, form.tiles * form.across)
-        if left == 0 and pieces % (form.along * form.parts) == 0 and (form.parts == 1 or programs <= COUNTERS):
-            found.append(form)
+    for config in (replace(config, parts=parts) for config in CONFIGS for parts in PARTS):
+        programs, left = divmod(tiles, config.tiles * config.across)
+        if left == 0 and pieces % (config.along * config.parts) == 0 and (config.parts == 1 or programs <= COUNTERS):
+            found.append(config)
     # A piece of 8-bit values is half as many bytes, so twice as many must be under way.
     wanted = WARPS if packed.scales is None else 2 * WARPS
-    return sorted(found, key=lambda form: abs(math.log2(warps(form, packed) / wanted)))[:TRIED]
+    return sorted(found, key=lambda config: abs(math.log2(warps(config, packed) / wanted)))[:TRIED]
 
 
-def warps(form: Form, packed: Packed) -> int:
+def warps(config: MmaConfig, packed: Packed) -> int:
     """The number of warps of a product."""
-    return packed.outputs // (TILE * form.tiles) * form.along * form.parts
+    return packed.outputs // (TILE * config.tiles) * config.along * config.parts
 
 
-def few_rows(x_BI: Tensor, packed: Packed, form: Form) -> Tensor:
+def few_rows(x_BI: Tensor, packed: Packed, config: MmaConfig) -> Tensor:
     """The product of 1 to 16 rows."""
     assert packed.metadata is not None
     batch, inputs = x_BI.shape
@@ -119,13 +119,14 @@ def few_rows(x_BI: Tensor, packed: Packed, form: Form) -> Tensor:
         x = arranged
     y_BO = x_BI.new_empty(batch, outputs)
     sums, done = y_BO, y_BO
-    if form.parts > 1:
-        sums = torch.empty(form.parts, batch, outputs, dtype=torch.float32, device=x.device)
+    if config.parts > 1:
+        sums = torch.empty(config.parts, batch, outputs, dtype=torch.float32, device=x.device)
         done = counters(x.device)
-    multiply_few[(outputs // (TILE * form.tiles * form.across), form.parts)](
+    multiply_few[(outputs // (TILE * config.tiles * config.across), config.parts)](
         x, pairs, scales, packed.metadata, y_BO, sums, done, batch, outputs, packed.groups, pieces,
-        pieces // (form.along * form.parts), form.parts, KINDS[x_BI.dtype], stored, more, form.tiles, form.across,
-        form.along, form.parts > 1, num_warps=form.across * form.along, **dependent_launch.options(x.device),
+        pieces // (config.along * config.parts), config.parts, KINDS[x_BI.dtype], stored, more, config.tiles,
+        config.across, config.along, config.parts > 1, num_warps=config.across * config.along,
+        **dependent_launch.options(x.device),
     )  # fmt: skip
     return y_BO
 
