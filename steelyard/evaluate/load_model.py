@@ -23,11 +23,11 @@ from steelyard.parallel.mesh import FsdpMesh, Mesh
 from steelyard.parallel.parallelize import parallelize
 from steelyard.parallel.param_shards import ParamShard
 from steelyard.sparsity import sparse_linear
-from steelyard.sparsity.semi_structured import Compressing
+from steelyard.sparsity.semi_structured import CompressedView
 from steelyard.text import tokenizer as tokenizers
 from steelyard.text.tokenizer import Tokenizer
 
-COMPRESSED = (CompressedSource, Compressing)
+COMPRESSED = (CompressedSource, CompressedView)
 
 
 def tokenizer_for(source: CheckpointSource, named: str | None) -> Tokenizer:

@@ -29,7 +29,7 @@ from steelyard.model import Batch, Cache, LanguageModel
 from steelyard.sparsity import sparse_linear
 from steelyard.sparsity.pruned_source import opened
 from steelyard.sparsity.random_source import RandomCompressed
-from steelyard.sparsity.semi_structured import Compressing, compressible
+from steelyard.sparsity.semi_structured import CompressedView, compressible
 from steelyard.training.device import NAMES, device_for, dtype_for
 
 DENSE, SPARSE = "dense", "sparse"
@@ -89,11 +89,11 @@ def sparse(request: BenchRequest) -> dict[str, Any]:
     }
 
 
-def _views(request: BenchRequest) -> dict[str, CompressedSource | Compressing]:
+def _views(request: BenchRequest) -> dict[str, CompressedSource | CompressedView]:
     """The weights of each side. From 8-bit values, the other sides have the weights that these represent."""
     if (request.checkpoint is None) == (request.shape is None):
         raise UserError("give either a checkpoint or --shape", hint="steelyard bench sparse --shape llama3.1-8b")
-    views: dict[str, CompressedSource | Compressing] = {}
+    views: dict[str, CompressedSource | CompressedView] = {}
     if request.shape is not None:
         views[DENSE] = views[SPARSE] = RandomCompressed(request.shape)
         for kind in request.values:
@@ -106,7 +106,7 @@ def _views(request: BenchRequest) -> dict[str, CompressedSource | Compressing]:
     if isinstance(source, CompressedSource) and source.value_format is not None:
         views[source.value_format] = source
     for kind in request.values:
-        views.setdefault(kind, Compressing(source, plain.compressed, kind))
+        views.setdefault(kind, CompressedView(source, plain.compressed, kind))
     return views
 
 

@@ -83,7 +83,7 @@ class PairSamples:
         return row_of([self.pairs[pair][side]], self.length)
 
 
-class Preferring(Extension):
+class DpoExtension(Extension):
     """Adds the DPO loss to another extension, which selects the trainable parameters."""
 
     is_likelihood = False

@@ -28,7 +28,7 @@ STATE = "adapter"
 MOVED = "set train.init_from to its current path"
 
 
-class Adapting(Extension):
+class LoraExtension(Extension):
     """Trains adapters of a frozen base model. Checkpoints hold the adapters and a reference to the base."""
 
     def __init__(self, recipe: Recipe) -> None:

@@ -17,7 +17,7 @@ from steelyard.core import files
 from steelyard.finetuning.conversation import BadRow, Conversation
 from steelyard.finetuning.dpo import PairSamples
 from steelyard.finetuning.encoding import EncodeStats, Loss, encode
-from steelyard.finetuning.sft import Tuning
+from steelyard.finetuning.sft import SftJob
 from steelyard.finetuning.sft_dataset import conversations, paths_of, preferences
 
 IN_LOSS, MASKED, PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[0m"
@@ -41,9 +41,9 @@ class Shown:
     figures: dict[str, Any]
 
 
-def preview(tuning: Tuning, samples: int) -> Shown:
+def preview(job: SftJob, samples: int) -> Shown:
     """The first conversations, or preference pairs, and statistics of all of them."""
-    rows = tuning.training
+    rows = job.training
     if isinstance(rows, PairSamples):
         every = [side for pair in rows.pairs for side in pair]
         counted: dict[str, Any] = {"pairs": len(rows.pairs), "answers": len(every)}
@@ -59,47 +59,47 @@ def preview(tuning: Tuning, samples: int) -> Shown:
     figures = {
         **counted,
         "rows": rows.per_epoch,
-        "steps": tuning.recipe.train.steps,
+        "steps": job.recipe.train.steps,
         "tokens": int(lengths.sum()),
         "loss_tokens": loss_tokens,
         "masked": int(lengths.sum()) - loss_tokens,
-        "unknown": tuning.stats.counts["unknown"],
+        "unknown": job.stats.counts["unknown"],
         "longest": int(lengths.max()),
         "median": int(np.median(lengths)),
         **full,
-        **{key: tuning.stats.counts[key] for key in ("truncated", "overlong", "untrained", "bad")},
-        "template": tuning.template.name,
+        **{key: job.stats.counts[key] for key in ("truncated", "overlong", "untrained", "bad")},
+        "template": job.template.name,
     }
-    first = list(islice(_titled(tuning), samples * (2 if isinstance(rows, PairSamples) else 1)))
+    first = list(islice(_titled(job), samples * (2 if isinstance(rows, PairSamples) else 1)))
     return Shown([spans for _, spans in first], [title for title, _ in first], figures)
 
 
-def _titled(tuning: Tuning) -> Iterator[tuple[str, Spans]]:
+def _titled(job: SftJob) -> Iterator[tuple[str, Spans]]:
     """Every conversation, or both answers of every pair, with a title. Rows that the template rejects are skipped."""
-    tune = tuning.recipe.finetune
+    tune = job.recipe.finetune
     assert tune is not None
     paths = paths_of(tune.data)
-    if isinstance(tuning.training, PairSamples):
+    if isinstance(job.training, PairSamples):
         for number, pair in enumerate(preferences(paths, tune, EncodeStats()), start=1):
             with contextlib.suppress(BadRow):
-                both = [runs(each, tuning, "completion") for each in (pair.chosen, pair.rejected)]
+                both = [runs(each, job, "completion") for each in (pair.chosen, pair.rejected)]
                 yield from zip((f"pair {number}, chosen", f"pair {number}, rejected"), both, strict=True)
     else:
         for number, each in enumerate(conversations(paths, tune, EncodeStats()), start=1):
             with contextlib.suppress(BadRow):
-                yield f"conversation {number}", runs(each, tuning, tune.loss)
+                yield f"conversation {number}", runs(each, job, tune.loss)
 
 
-def runs(conversation: Conversation, tuning: Tuning, loss: Loss) -> Spans:
+def runs(conversation: Conversation, job: SftJob, loss: Loss) -> Spans:
     """A conversation's decoded tokens, split where the loss mask changes, and truncated like a row."""
-    encoded = encode(conversation, tuning.template, tuning.tokenizer, loss)
-    ids = encoded.ids[: tuning.recipe.data.sequence_length + 1].tolist()
+    encoded = encode(conversation, job.template, job.tokenizer, loss)
+    ids = encoded.ids[: job.recipe.data.sequence_length + 1].tolist()
     loss_mask = [False, *encoded.loss_mask[1 : len(ids)].tolist()]  # The first token is never predicted.
     spans, end, shown = [], 0, ""
     for key, run in groupby(loss_mask):
         end += len(list(run))
         # Decoded from the start, because some decoders remove the space at the start of what they get.
-        text = tuning.tokenizer.decode(ids[:end], skip_special_tokens=False)
+        text = job.tokenizer.decode(ids[:end], skip_special_tokens=False)
         spans.append((text[len(shown) :], key))
         shown = text
     return spans

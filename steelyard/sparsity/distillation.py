@@ -35,7 +35,7 @@ from steelyard.training.extension import Extension
 CHUNK_BYTES = 1 << 28  # of logits in fp32
 
 
-class Distilling:
+class DistillationLoss:
     """A forward pass that runs the dense model first, and adds the divergence from it to the loss.
 
     The dense model is `teacher`, or the trained model while `anneal` switches its masks off.
@@ -123,39 +123,39 @@ class Distilling:
         return loss + self.weight * (distance - distance.detach())
 
 
-class DistillingExtension(Extension):
-    """An extension whose loss includes the divergence from the dense model, once `distilling` is set."""
+class DistillationExtension(Extension):
+    """An extension whose loss includes the divergence from the dense model, once `distillation` is set."""
 
-    distilling: Distilling | None = None
+    distillation: DistillationLoss | None = None
 
     def forward(self, model: LanguageModel, batch: Batch) -> Tensor:
         """The loss, with distillation from the dense model if the recipe sets it."""
-        return super().forward(model, batch) if self.distilling is None else self.distilling(model, batch)
+        return super().forward(model, batch) if self.distillation is None else self.distillation(model, batch)
 
     def weigh(self, engine: Engine, batch: Batch) -> tuple[Batch, Tensor | None]:
         """With a pipeline and distillation, run the dense model on all rows of the step."""
         pipeline = engine.parallel_model.pipeline
-        if self.distilling is None or pipeline is None:
+        if self.distillation is None or pipeline is None:
             return batch, None
         if all(model.training for model in pipeline.models.values()):
-            return self.distilling.prepare(pipeline, batch, engine.recipe.train.micro_batch), None
+            return self.distillation.prepare(pipeline, batch, engine.recipe.train.micro_batch), None
         for model in pipeline.models.values():
-            self.distilling.end(model)
+            self.distillation.end(model)
         return batch, None
 
     def distilled(self, mesh: Mesh) -> dict[str, list[float]]:
         """The divergence and tokens since the last record, over all ranks, for the state of a checkpoint."""
-        if self.distilling is None:
+        if self.distillation is None:
             return {}
-        sums_2 = self.distilling.sums_2.clone()
+        sums_2 = self.distillation.sums_2.clone()
         if mesh.world.size > 1:
             dist.all_reduce(sums_2)
         return {"distilled": sums_2.tolist()}
 
     def restore_distilled(self, about: dict[str, Any], world: World) -> None:
         """Take over `distilled` from a checkpoint."""
-        if self.distilling is not None and world.is_rank0:
-            self.distilling.sums_2.copy_(torch.tensor(about.get("distilled", [0.0, 0.0])))
+        if self.distillation is not None and world.is_rank0:
+            self.distillation.sums_2.copy_(torch.tensor(about.get("distilled", [0.0, 0.0])))
 
 
 def _last_stage(pipeline: Pipeline) -> LanguageModel | None:

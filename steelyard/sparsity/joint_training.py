@@ -32,7 +32,7 @@ from steelyard.parallel.parallelize import ParallelModel, parallelize
 from steelyard.parallel.param_shards import ParamShard
 from steelyard.parallel.world import World
 from steelyard.sparsity import frozen_base
-from steelyard.sparsity.distillation import Distilling, DistillingExtension
+from steelyard.sparsity.distillation import DistillationExtension, DistillationLoss
 from steelyard.sparsity.mask_prior import held
 from steelyard.sparsity.mask_sources import KEPT, SPARSITY
 from steelyard.sparsity.masked_linear import freeze
@@ -44,7 +44,7 @@ from steelyard.training.engine import Engine
 NO_GRADIENT = 1e-6  # The start of the sums: weights whose columns have no gradient are ranked by magnitude.
 
 
-class JointTraining(MaskedMatrices, DistillingExtension):
+class JointTraining(MaskedMatrices, DistillationExtension):
     """Trains all weights, and scales those outside the masks to zero."""
 
     def __init__(self, recipe: Recipe) -> None:
@@ -131,14 +131,14 @@ class JointTraining(MaskedMatrices, DistillingExtension):
         sums_5 = torch.zeros(5, dtype=torch.float64, device=self.changed.device)
         sums_5[:2] += self.zeros_2()
         sums_5[2] = self.changed
-        if self.distilling is not None:
-            sums_5[3:] += self.distilling.sums_2
-            self.distilling.sums_2.zero_()
+        if self.distillation is not None:
+            sums_5[3:] += self.distillation.sums_2
+            self.distillation.sums_2.zero_()
         self.changed.zero_()
         if self.mesh.world.size > 1:
             dist.all_reduce(sums_5)
         zeros, weights, changed, divergence, tokens = sums_5.tolist()
-        distilled = {} if self.distilling is None else {"distill_loss": divergence / max(1, tokens)}
+        distilled = {} if self.distillation is None else {"distill_loss": divergence / max(1, tokens)}
         return distilled | {
             "zeros": zeros / weights,
             "mask_changed": changed / weights,
@@ -191,7 +191,7 @@ class JointTraining(MaskedMatrices, DistillingExtension):
         }
         self.base = frozen_base.load(path, recorded, pieces, self.recipe.model, world, MOVED)
         weight, temperature = self.sparsity.distill, self.sparsity.distill_temperature
-        self.distilling = Distilling(weight, temperature, engine.device, teacher=teacher)
+        self.distillation = DistillationLoss(weight, temperature, engine.device, teacher=teacher)
 
 
 def frozen_copy(engine: Engine) -> ParallelModel:

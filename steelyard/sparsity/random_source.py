@@ -15,7 +15,7 @@ from steelyard.checkpoint.formats.compressed_tensors import GROUP, KEPT, PARTS, 
 from steelyard.checkpoint.formats.row_scales import ValueFormat
 from steelyard.checkpoint.formats.source import expected_sizes
 from steelyard.core.recipe import load_recipe
-from steelyard.sparsity.semi_structured import Compressing, compressed_parts
+from steelyard.sparsity.semi_structured import CompressedView, compressed_parts
 
 STD = 0.02
 DISTINCT_ROWS = 1024  # of a matrix; more would take longer and change no time
@@ -49,7 +49,7 @@ class RandomSource(CheckpointSource):
         return _random(_kind(name), size, name in self.pruned)
 
 
-class RandomCompressed(Compressing):
+class RandomCompressed(CompressedView):
     """The same with compressed matrices."""
 
     def __init__(self, shape: str, value_format: ValueFormat | None = None) -> None:

@@ -117,7 +117,7 @@ def dense(held: Packed) -> Tensor:
     return whole.flatten(1)
 
 
-class Compressing(SourceView):
+class CompressedView(SourceView):
     """A view of a checkpoint that compresses its 2:4 matrices, with the interface of `CompressedSource`."""
 
     def __init__(
@@ -143,7 +143,7 @@ class Compressing(SourceView):
 def compressed_parts(
     weight: Tensor, value_format: ValueFormat | None, calibrated: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """A compressed matrix by the ends of the names of its tensors; `calibrated` as in `Compressing`."""
+    """A compressed matrix by the ends of the names of its tensors; `calibrated` as in `CompressedView`."""
     values, indices = compress(weight)
     if value_format is None:
         return {VALUES: values, INDICES: indices}
@@ -154,11 +154,11 @@ def compressed_parts(
 
 def compressible(
     source: CheckpointSource, allow_dense: bool, value_format: ValueFormat | None = None
-) -> CompressedSource | Compressing:
+) -> CompressedSource | CompressedView:
     """A checkpoint with the list of its 2:4 matrices. Without `allow_dense`, other matrices raise an error."""
     if isinstance(source, CompressedSource):
         is_same = source.value_format == value_format
-        return source if is_same else Compressing(source, source.compressed, value_format)
+        return source if is_same else CompressedView(source, source.compressed, value_format)
     names = matrices(source.sizes())
     sparse: list[tuple[str, str | None]] = []
     others: list[tuple[str, str | None]] = []
@@ -175,7 +175,7 @@ def compressible(
             hint="prune it (steelyard prune --pattern 2:4) or give a mask file with --mask; "
             "--allow-dense keeps other matrices dense",
         )
-    return Compressing(source, [name for name, _ in sparse], value_format)
+    return CompressedView(source, [name for name, _ in sparse], value_format)
 
 
 def export(
@@ -204,7 +204,7 @@ def export(
     view = compressible(source, allow_dense, value_format)
     if tokens is not None:
         assert value_format is not None, "only 8-bit values are calibrated"
-        assert isinstance(view, Compressing), "this format was refused above"
+        assert isinstance(view, CompressedView), "this format was refused above"
         console.say(f"calibrating with {tokens.described}")
         view.calibrated = BeingPruned(source, _calibrated(view, tokens, value_format, device), view.compressed)
     if dtype is None:
@@ -223,7 +223,7 @@ def export(
 
 
 def _calibrated(
-    view: Compressing, tokens: Windows, value_format: ValueFormat, device: torch.device
+    view: CompressedView, tokens: Windows, value_format: ValueFormat, device: torch.device
 ) -> Iterator[LayerOnDevice]:
     """The layers with the weights that 8-bit values represent."""
     dtype = dtype_for("auto", view.source, device)

@@ -19,7 +19,7 @@ from steelyard.parallel.mesh import Mesh, alone
 from steelyard.parallel.param_shards import ParamShard
 from steelyard.parallel.world import World, gather_errors, raise_on_all_ranks, run_on_rank0
 from steelyard.sparsity import frozen_base, gumbel, masked_linear
-from steelyard.sparsity.distillation import Distilling, DistillingExtension
+from steelyard.sparsity.distillation import DistillationExtension, DistillationLoss
 from steelyard.sparsity.joint_training import JointTraining
 from steelyard.sparsity.mask_prior import MaskPrior, held, refuse_fewer
 from steelyard.sparsity.mask_sources import LOGITS, SPARSITY, RunMasks, masks_of
@@ -43,7 +43,7 @@ def extension(recipe: Recipe) -> Extension | None:
     return methods[recipe.sparsity.method](recipe)
 
 
-class LearnedMasks(DistillingExtension):
+class LearnedMasks(DistillationExtension):
     """Mask learning: trains logits over masks. The weights are frozen; checkpoints hold a reference to their base."""
 
     needs_samples = True
@@ -65,7 +65,7 @@ class LearnedMasks(DistillingExtension):
         masked_linear.put_masks(model, self.names, self.recipe.train.seed, self.anneal)
         if self.sparsity.distill:
             weight, temperature = self.sparsity.distill, self.sparsity.distill_temperature
-            self.distilling = Distilling(weight, temperature, devices.choose(self.recipe), anneal=self.anneal)
+            self.distillation = DistillationLoss(weight, temperature, devices.choose(self.recipe), anneal=self.anneal)
 
     def parallelized(self, stages: dict[int, LanguageModel], param_shards: list[ParamShard], mesh: Mesh) -> None:
         """Collect the logits among the parameter shards, each with its weight."""
@@ -138,13 +138,13 @@ class LearnedMasks(DistillingExtension):
         sums = torch.zeros(6, dtype=torch.float64, device=devices.choose(self.recipe))
         for masked in self.masked:
             sums[:4] += masked.statistics(scale)
-        if self.distilling is not None:
-            sums[4:] += self.distilling.sums_2
-            self.distilling.sums_2.zero_()
+        if self.distillation is not None:
+            sums[4:] += self.distillation.sums_2
+            self.distillation.sums_2.zero_()
         if self.mesh.world.size > 1:
             dist.all_reduce(sums)
         certain, changed, away, groups, divergence, tokens = sums.tolist()
-        distilled = {} if self.distilling is None else {"distill_loss": divergence / max(1, tokens)}
+        distilled = {} if self.distillation is None else {"distill_loss": divergence / max(1, tokens)}
         return distilled | {
             "mask_max_probability": certain / groups,
             "mask_changed": changed / groups,

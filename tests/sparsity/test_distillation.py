@@ -51,7 +51,7 @@ def test_every_token_is_distilled_wherever_it_stands():
     batch = Batch(
         torch.zeros(2, 3), torch.zeros(2, 3), loss_positions_BK=torch.zeros(2, 1), sample_ids_B=torch.arange(2)
     )
-    distillation.Distilling(1.0, 1.0, torch.device("cpu"), anneal=anneal)(Model(), batch)
+    distillation.DistillationLoss(1.0, 1.0, torch.device("cpu"), anneal=anneal)(Model(), batch)
     assert seen == [{"tokens_BL", "labels_BL"}, {"tokens_BL", "labels_BL", "sample_ids_B"}]
 
 
