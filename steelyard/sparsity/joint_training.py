@@ -34,7 +34,7 @@ from steelyard.parallel.world import World
 from steelyard.sparsity import frozen_base
 from steelyard.sparsity.distillation import DistillationExtension, DistillationLoss
 from steelyard.sparsity.mask_prior import held
-from steelyard.sparsity.mask_sources import KEPT, SPARSITY
+from steelyard.sparsity.mask_sources import JOINT_MASK, SPARSITY
 from steelyard.sparsity.masked_linear import freeze
 from steelyard.sparsity.masked_training import MOVED, MaskedMatrices
 from steelyard.sparsity.patterns import Pattern, place_hash
@@ -148,7 +148,7 @@ class JointTraining(MaskedMatrices, DistillationExtension):
     def state_shards(self) -> dict[str, TensorShard]:
         """The masks, one byte per weight, and the sums of columns."""
         masks = {
-            f"masks.{shard.name}.{KEPT}": TensorShard(kept.view(torch.uint8), shard.shape, shard.offset)
+            f"masks.{shard.name}.{JOINT_MASK}": TensorShard(kept.view(torch.uint8), shard.shape, shard.offset)
             for shard, kept in self.kept.items()
             if kept.numel()
         }

@@ -24,7 +24,7 @@ from steelyard.parallel.param_shards import ParamShard
 from steelyard.parallel.world import World, gather_errors, raise_on_all_ranks, run_on_rank0
 from steelyard.sparsity import frozen_base
 from steelyard.sparsity.mask_prior import check_masks, held, refuse_fewer
-from steelyard.sparsity.mask_sources import SPARSITY, Carried, Masks, carried, masks_of
+from steelyard.sparsity.mask_sources import SPARSITY, MaskedCheckpoint, Masks, masked_checkpoint, masks_of
 from steelyard.sparsity.masked_linear import masked_sizes, replace_linears
 from steelyard.sparsity.patterns import Pattern, place_hash
 from steelyard.sparsity.pruned_source import through
@@ -138,12 +138,12 @@ class FixedZeros(MaskedMatrices):
                 )
         return f"{how}, {100 * zeros:.1f}% of the masked weights are zero"
 
-    def _attached_masks(self, origin: str, world: World) -> Carried | None:
+    def _attached_masks(self, origin: str, world: World) -> MaskedCheckpoint | None:
         """The masks of a run or checkpoint and their weights, which rank 0 verifies."""
         moved_to = self.sparsity.base
-        has_masks = run_on_rank0(world, lambda: carried(origin, moved_to, hint=MOVED) is not None)
+        has_masks = run_on_rank0(world, lambda: masked_checkpoint(origin, moved_to, hint=MOVED) is not None)
         with raise_on_all_ranks(world):
-            attached = carried(origin, moved_to, checks=False, hint=MOVED) if has_masks else None
+            attached = masked_checkpoint(origin, moved_to, checks=False, hint=MOVED) if has_masks else None
             if moved_to is not None and (attached is None or attached.identity is None):
                 raise UserError(
                     f"sparsity.base is set, but {origin} has its own weights and is not a mask-learning run",
@@ -152,7 +152,7 @@ class FixedZeros(MaskedMatrices):
                 )
         return attached
 
-    def _start_under_masks(self, attached: Carried, engine: Engine) -> str:
+    def _start_under_masks(self, attached: MaskedCheckpoint, engine: Engine) -> str:
         """Load the weights with the masks of a run or checkpoint applied."""
         pieces = engine.state_shards(for_saving=False, with_optimizer=False)
         formats.load_shards(through(attached), pieces, self.recipe.model)

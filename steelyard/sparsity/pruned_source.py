@@ -14,7 +14,7 @@ from steelyard.core.errors import UserError
 from steelyard.sparsity import frozen_base
 from steelyard.sparsity.layerwise import LayerOnDevice
 from steelyard.sparsity.mask_file import MaskFile
-from steelyard.sparsity.mask_sources import Carried, Masks, carried
+from steelyard.sparsity.mask_sources import MaskedCheckpoint, Masks, masked_checkpoint
 from steelyard.text.tokenizer import Tokenizer
 
 DENSE = "none"  # The value of `--mask` that leaves out a model's masks.
@@ -95,7 +95,7 @@ def masked(source: CheckpointSource, mask: str | Path, checks: bool = True) -> C
     return view
 
 
-def through(attached: Carried) -> CheckpointSource:
+def through(attached: MaskedCheckpoint) -> CheckpointSource:
     """The weights of a run or checkpoint with its masks applied."""
     view = MaskedSource(attached.base, attached.masks)
     view.path, view.step = attached.masks.path, attached.step
@@ -114,7 +114,7 @@ def opened(
     For learned masks the weights are those of the base, which may have `moved_to` another path. `checks` verifies that
     the masks belong to the weights, which reads all of them: with many ranks only one needs to.
     """
-    attached = carried(path, moved_to, checks)
+    attached = masked_checkpoint(path, moved_to, checks)
     source = open_source(path) if attached is None else attached.base
     if mask == DENSE:
         return source

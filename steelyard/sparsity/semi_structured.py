@@ -16,7 +16,7 @@ from torch import Tensor
 from steelyard.checkpoint.formats import CheckpointSource, row_scales
 from steelyard.checkpoint.formats.compressed_tensors import (
     INDICES,
-    KEPT,
+    NONZEROS,
     PARTS,
     SCALES,
     VALUES,
@@ -65,12 +65,12 @@ class Packed:
     @property
     def groups(self) -> int:
         """Groups of four inputs in a row."""
-        return self.values.shape[1] // KEPT
+        return self.values.shape[1] // NONZEROS
 
 
 def packed(values: Tensor, indices: Tensor, scales: Tensor | None = None) -> Packed:
     """A compressed matrix in the layout of the GPU kernels."""
-    groups = values.shape[1] // KEPT
+    groups = values.shape[1] // NONZEROS
     masks = masks_of(indices, groups)
     blocks = -(-groups // BLOCK_GROUPS)
     filled = torch.zeros(len(masks), blocks * BLOCK_GROUPS, dtype=torch.int32, device=masks.device)

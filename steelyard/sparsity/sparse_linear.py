@@ -35,7 +35,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from steelyard.checkpoint.formats.compressed_tensors import KEPT, indices_of_row
+from steelyard.checkpoint.formats.compressed_tensors import NONZEROS, indices_of_row
 from steelyard.checkpoint.formats.row_scales import DTYPES as EIGHT_BIT
 from steelyard.checkpoint.formats.row_scales import ValueFormat
 from steelyard.core.console import console
@@ -70,7 +70,7 @@ class SparseLinear(Linear):
         nn.Module.__init__(self)
         self.in_features, self.out_features, self.dtype = linear.in_features, linear.out_features, dtype
         self.bias = linear.bias
-        device, rows, kept = linear.weight.device, linear.out_features, linear.in_features // 4 * KEPT
+        device, rows, kept = linear.weight.device, linear.out_features, linear.in_features // 4 * NONZEROS
         stored = dtype if value_format is None else EIGHT_BIT[value_format]
         values = torch.empty(rows, kept, dtype=stored, device=device)
         indices = torch.empty(rows, indices_of_row(linear.in_features), dtype=torch.uint8, device=device)

@@ -11,7 +11,7 @@ from steelyard.core.recipe import load_recipe
 from steelyard.parallel import mesh
 from steelyard.sparsity import mask_file, pruned_source
 from steelyard.sparsity.joint_training import JointTraining
-from steelyard.sparsity.mask_sources import carried
+from steelyard.sparsity.mask_sources import masked_checkpoint
 from steelyard.sparsity.patterns import Pattern
 from steelyard.sparsity.target_modules import maskable
 from steelyard.training.engine import Engine
@@ -27,7 +27,7 @@ DISTILL = ("sparsity.distill=1.0",)
 
 def assert_two_of_four(path) -> None:
     source = open_source(path)
-    masks = carried(path).masks
+    masks = masked_checkpoint(path).masks
     assert len(masks.names()) == 14
     for name in masks.names():
         kept = source.tensor(name) != 0
