@@ -40,7 +40,7 @@ from steelyard.launch.gpu_monitor import Sampler
 from steelyard.launch.heartbeat import Heartbeat
 from steelyard.launch.log_capture import LogFile, PipeReader
 from steelyard.launch.node_end import NodeEnd
-from steelyard.launch.root_cause import RankExit, blame, is_own_failure, only_noticed
+from steelyard.launch.root_cause import RankExit, find_root_cause, is_own_failure, only_noticed
 from steelyard.launch.spawn import SAME_REQUEST_SECONDS, Rank, signals, watch
 from steelyard.launch.verdict_watch import notifying
 from steelyard.parallel.rendezvous import MEETING
@@ -98,7 +98,7 @@ def main(arguments: Sequence[str]) -> int:
     """Start this node's ranks and return their exit code."""
     options = _options(arguments)
     same = site_environment.hold(SAME_REQUEST_SECONDS)
-    if torchrun_ipc.is_kept():
+    if torchrun_ipc.is_under_torchrun():
         torchrun_ipc.end_with_torchrun()
     elif options.one_rank:
         torchrun_ipc.end_with_parent()
@@ -147,7 +147,7 @@ def _end(
             stream.finish()
     ends = [rank.ended() for rank in ranks]
     last = {rank.rank: list(rank.streams[1].last) for rank in ranks}
-    if torchrun_ipc.is_kept():
+    if torchrun_ipc.is_under_torchrun():
         return torchrun_ipc.leave(ends[0], bool(hung), last[ends[0].rank])
     code = report(ends, last, hung, was_asked, log)
     if node := _node(options, _place(options)):
@@ -280,7 +280,7 @@ def report(ends: list[RankExit], last: dict[int, list[str]], hung: list[int], wa
 
     `last` has the last lines of each rank.
     """
-    cause = blame(ends, hung, was_asked)
+    cause = find_root_cause(ends, hung, was_asked)
     if cause is None:
         return 0
     end = next((each for each in ends if each.rank == cause.rank), ends[0])

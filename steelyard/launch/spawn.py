@@ -24,7 +24,7 @@ from typing import Any
 from steelyard.core.console import console
 from steelyard.core.host import die_with_parent, usable_cpus
 from steelyard.launch.error_file import ERROR_FILE, find
-from steelyard.launch.root_cause import RankExit, blame
+from steelyard.launch.root_cause import RankExit, find_root_cause
 from steelyard.parallel.rendezvous import MEETING
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -102,7 +102,7 @@ class Rank:
             self.is_running()
 
     def ended(self) -> RankExit:
-        """How the rank ended, for `blame`."""
+        """How the rank ended, for `find_root_cause`."""
         return RankExit(self.rank, self.code or 0, self.ended_at, frozenset(self.sent), find(self.error_file))
 
 
@@ -141,7 +141,7 @@ def watch(
 
 def _report(ranks: list[Rank], hung: list[int], was_asked: bool, debug: bool) -> int:
     """Report the root cause and return its exit code."""
-    cause = blame([rank.ended() for rank in ranks], hung, was_asked)
+    cause = find_root_cause([rank.ended() for rank in ranks], hung, was_asked)
     if cause is None:
         return 0
     console.error(cause.message)
