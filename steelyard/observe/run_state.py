@@ -162,15 +162,15 @@ class RunState:
 
     @property
     def began(self) -> float | None:
-        """When the ranks of this attempt met; before that, when the job last started, or else the run."""
+        """When the ranks of this attempt connected; before that, when the job last started, or else the run."""
         clocks: list[float] = [host["clock"] for host in self.hosts.values() if is_number(host.get("clock"))]
         started = self.job_started
         known = [*([] if started is None else [started]), *([median_low(clocks)] if clocks else [])]
         return max(known) if known else seconds_of(self.manifest.get("started"))
 
     @property
-    def has_met(self) -> bool:
-        """Whether the ranks of this attempt have met: the files of an earlier one stay until then."""
+    def is_initialized(self) -> bool:
+        """Whether the ranks of this attempt have connected: the files of an earlier one stay until then."""
         clocks = [host["clock"] for host in self.hosts.values() if is_number(host.get("clock"))]
         return bool(clocks) and max(clocks) >= (self.job_started or 0.0)
 
@@ -184,8 +184,8 @@ class RunState:
         return float(last) + (writer.behind if writer is not None and self.is_live else 0.0)
 
     def errors_of(self, host: str) -> list[tuple[int, str]]:
-        """Errors of a host since its ranks met, with offsets. Earlier ones may be from an earlier attempt."""
-        return self.err[host].errors(self._met(host))
+        """Errors of a host since its ranks connected, with offsets. Earlier ones may be from an earlier attempt."""
+        return self.err[host].errors(self._log_start(host))
 
     def written(self, host: str, place: int) -> float:
         """Upper bound of the time at which offset `place` of a host's error log was written.
@@ -207,18 +207,18 @@ class RunState:
 
     def _search(self, most: int) -> int:
         """Scan at most `most` skipped bytes of all hosts; returns the number of scanned bytes."""
-        behind = [host for host, log in self.err.items() if log.unread(self._met(host))]
+        behind = [host for host, log in self.err.items() if log.unread(self._log_start(host))]
         share = max(LEAST_ERRORS, most // max(1, len(behind)))
-        return sum(self.err[host].catch_up(self._met(host), share) for host in behind)
+        return sum(self.err[host].catch_up(self._log_start(host), share) for host in behind)
 
-    def _met(self, host: str) -> int:
-        """Size of a host's error log when its ranks met."""
-        met = self.hosts.get(host, {}).get("logged", 0)
-        return int(met) if is_number(met) and met <= self.err[host].tail.offset else 0
+    def _log_start(self, host: str) -> int:
+        """Size of a host's error log when its ranks connected."""
+        size = self.hosts.get(host, {}).get("logged", 0)
+        return int(size) if is_number(size) and size <= self.err[host].tail.offset else 0
 
     def unread(self, host: str) -> int:
         """Bytes of a host's error log, from this attempt, that were not scanned yet."""
-        return self.err[host].unread(self._met(host)) if host in self.err else 0
+        return self.err[host].unread(self._log_start(host)) if host in self.err else 0
 
     def host_of(self, rank: int) -> str | None:
         """The host of a rank."""

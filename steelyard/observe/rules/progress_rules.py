@@ -117,7 +117,7 @@ def _hanging(state: RunState, since: float) -> str:
 
 
 def _has_recorded_end(state: RunState) -> bool:
-    """Whether the manifest has the end of this attempt. Until the ranks meet, it has that of the previous attempt."""
+    """Whether the manifest has the end of this attempt. Until the ranks connect, that of the previous one."""
     if state.manifest.get("state") not in ("finished", "failed", "interrupted", "stopped"):
         return False
     ended = seconds_of(state.manifest.get("ended"))
