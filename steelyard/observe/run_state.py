@@ -21,7 +21,7 @@ from steelyard.core.run import LOCK, MANIFEST, METRICS, RECIPE
 from steelyard.launch import backends, heartbeat
 from steelyard.launch.backends import ENDED, WAITING, JobState
 from steelyard.launch.elastic_job import ATTEMPTS
-from steelyard.observe.error_scan import Complaints
+from steelyard.observe.error_scan import ErrorScan
 from steelyard.observe.host_logs import GpuSamples, HostLog, is_number
 from steelyard.observe.run_files import listed
 from steelyard.observe.step_times import StepTimes
@@ -195,8 +195,8 @@ class RunState:
         log, samples = self.err[host], self.devices.get(host)
         sampled = None if samples is None else samples.when_logged(place)
         if samples is None or sampled is None:
-            return log.complained
-        return min(sampled + (samples.behind if self.is_live else 0.0), log.complained)
+            return log.last_error_at
+        return min(sampled + (samples.behind if self.is_live else 0.0), log.last_error_at)
 
     def search(self, seconds: float) -> RunState:
         """Scan skipped parts of the error logs, from the beginning, for at most `seconds`."""
@@ -255,7 +255,7 @@ class RunState:
             elif kind in (".err", ".log") and host not in self.err:
                 first = max(LEAST_ERRORS, min(FIRST_ERRORS // share, FIRST_OF_ONE))
                 most = max(LEAST_ERRORS, MOST_ERRORS // share)
-                self.err[host] = HostLog(Tail(path, first, most), Complaints())
+                self.err[host] = HostLog(Tail(path, first, most), ErrorScan())
             elif kind == ".out" and host not in self.out:
                 self.out[host] = HostLog(Tail(path, FIRST_LINES, MOST_LINES), None)
         for log in self.out.values():

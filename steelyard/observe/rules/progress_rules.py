@@ -72,7 +72,7 @@ def _known_end(state: RunState, host: str) -> list[tuple[int, str]]:
         return []
     log = state.err[host]
     found = next((line for line in log.last(KEPT_LINES) if advice(line)), None)
-    return [] if found is None or log.complaints is None else [(log.complaints.looked, found)]
+    return [] if found is None or log.error_scan is None else [(log.error_scan.scanned_to, found)]
 
 
 def _is_consequence(text: str) -> bool:
