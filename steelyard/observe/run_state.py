@@ -25,7 +25,7 @@ from steelyard.observe.error_scan import ErrorScan
 from steelyard.observe.host_logs import GpuSamples, HostLog, is_number
 from steelyard.observe.run_files import listed
 from steelyard.observe.step_times import StepTimes
-from steelyard.observe.tail import Small, Tail, records
+from steelyard.observe.tail import CachedJson, Tail, records
 
 LAUNCH, SCHEDULER, HOSTS, LOGS = "launch.json", "scheduler.jsonl", "hosts", "logs"
 LAUNCHED = "launch"  # folder with the submitted recipe
@@ -66,8 +66,8 @@ class RunState:
         """When the node agent of each host was last alive, unless it has ended (`launch/heartbeat.py`)."""
         self.is_held = False
         self.disk: tuple[int, int] | None = None
-        self._manifest, self._launch = Small(path / MANIFEST), Small(path / LAUNCH)
-        self._hosts: dict[str, Small] = {}
+        self._manifest, self._launch = CachedJson(path / MANIFEST), CachedJson(path / LAUNCH)
+        self._hosts: dict[str, CachedJson] = {}
         self._metrics = Tail(path / METRICS, FIRST_METRICS, MOST_METRICS)
         self._scheduler = Tail(path / SCHEDULER, MOST_METRICS, MOST_METRICS)
         self._attempts = Tail(path / ATTEMPTS, MOST_METRICS, MOST_METRICS)
@@ -237,7 +237,7 @@ class RunState:
 
     def _refresh_hosts(self) -> None:
         paths = {path.stem: path for path in listed(self.path / HOSTS, ".json")}
-        self._hosts = {name: self._hosts.get(name) or Small(path) for name, path in paths.items()}
+        self._hosts = {name: self._hosts.get(name) or CachedJson(path) for name, path in paths.items()}
         self.hosts = {name: _host(value) for name, small in sorted(self._hosts.items()) if (value := small.read())}
 
     def _refresh_logs(self) -> None:

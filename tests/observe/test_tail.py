@@ -9,7 +9,7 @@ import pytest
 from steelyard.observe import run_state as states
 from steelyard.observe.error_scan import ErrorScan, clean, is_error
 from steelyard.observe.run_state import RunState
-from steelyard.observe.tail import Small, Tail
+from steelyard.observe.tail import CachedJson, Tail
 from tests.observe.folders import NOW, Folder
 
 
@@ -63,7 +63,7 @@ def test_a_file_that_was_replaced_or_cut_is_met_anew(tmp_path: Path):
 
 def test_a_small_file_keeps_its_value_while_it_is_being_spoiled(tmp_path: Path):
     path = tmp_path / "run.json"
-    small = Small(path)
+    small = CachedJson(path)
     assert small.read() == {}
     path.write_text('{"state": "running"}')
     assert small.read() == {"state": "running"}
