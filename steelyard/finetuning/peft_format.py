@@ -53,7 +53,7 @@ def export(run: Path, out: Path) -> dict[str, Any]:
             "the adapter keeps the zeros of a pruned model, which PEFT's format does not support",
             hint="use the merged weights in the run's hf folder, or write them again with steelyard adapter merge",
         )
-    shape, adapter = source.config, source.adapter
+    model_config, adapter = source.config, source.adapter
     tensors: dict[str, Tensor] = {}
     ranks: dict[str, int] = {}
     for entry in _matrices(source.origin):
@@ -61,7 +61,7 @@ def export(run: Path, out: Path) -> dict[str, Any]:
         if adapter_weights is not None:
             tensors |= {f"{PREFIX}{module}.{name}": tensor for name, tensor in adapter_weights.items()}
             ranks[_target(module)] = len(adapter_weights["lora_A.weight"])
-    if shape.blocks.has_experts and any(".mlp." in f".{target}" for target in ranks):
+    if model_config.blocks.has_experts and any(".mlp." in f".{target}" for target in ranks):
         raise UserError(
             "PEFT takes adapters of an MLP in a model with experts for those of the experts",
             hint=f"steelyard adapter merge {shlex.quote(str(source.origin.path))} {shlex.quote(str(run))} OUT "
@@ -83,7 +83,7 @@ def export(run: Path, out: Path) -> dict[str, Any]:
         "rank_pattern": other,
         "alpha_pattern": {target: adapter.alpha * rank / adapter.rank for target, rank in other.items()},
         "use_dora": adapter.kind == "dora",
-        "fan_in_fan_out": shape.hf_keys.transposed,
+        "fan_in_fan_out": model_config.hf_keys.transposed,
         "inference_mode": True,
     }
     if out.exists():
