@@ -47,7 +47,7 @@ ERRORS = (
 
 @dataclass
 class ErrorOccurrence:
-    """A known error in the log: its first hit, and how often it occurs."""
+    """A known error in the log: its first occurrence, and how often it occurs."""
 
     explained: Explained
     file: str
