@@ -82,7 +82,7 @@ class RandomSource(CheckpointSource):
     format, path, dtype = "random", Path("random"), torch.bfloat16
 
     def __init__(self, recipe: Recipe) -> None:
-        self.config, self.layout, self.extra, self.tokenizer_files = recipe.model, {}, {}, []
+        self.config, self.layout, self.hf_metadata, self.tokenizer_files = recipe.model, {}, {}, []
         self._sizes = expected_sizes(recipe.model)
 
     def names(self) -> list[str]:

@@ -144,7 +144,7 @@ def result(writer: Writer, prompt: str, pieces: Iterable[str]) -> dict[str, Any]
 
 def ends_of(source: CheckpointSource, tokenizer: Tokenizer) -> set[int]:
     """The ids that end a text: those in the checkpoint's config, else the tokenizer's."""
-    return set(end_ids(source.extra)) or ({tokenizer.end_id} if tokenizer.end_id is not None else set())
+    return set(end_ids(source.hf_metadata)) or ({tokenizer.end_id} if tokenizer.end_id is not None else set())
 
 
 def tokens(

@@ -44,7 +44,7 @@ def tokenizer_for(source: CheckpointSource, named: str | None) -> Tokenizer:
 
 def context_of(source: CheckpointSource) -> int:
     """The context length of the model in tokens."""
-    return positions_of(source.config, source.extra)
+    return positions_of(source.config, source.hf_metadata)
 
 
 def mesh_for(tensor: int, device: torch.device) -> Mesh:

@@ -142,7 +142,8 @@ class AdaptedSource(CheckpointSource):
     ) -> None:
         self.adapters, self.origin, self.adapter, self.keeps_zeros = adapters, origin, adapter, keeps_zeros
         self.path, self.step, self.config, self.dtype = adapters.path, adapters.step, origin.config, torch.float32
-        self.layout, self.extra, self.tokenizer_files = adapters.layout, dict(origin.extra), origin.tokenizer_files
+        self.layout, self.hf_metadata = adapters.layout, dict(origin.hf_metadata)
+        self.tokenizer_files = origin.tokenizer_files
         self.adapted = {name.rpartition(".")[0] for name in adapters.names() if is_adapter(name)}
         if not self.adapted:
             raise UserError(f"{adapters.path} contains no adapters")

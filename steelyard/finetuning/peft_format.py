@@ -174,7 +174,8 @@ class PeftSource(CheckpointSource):
 
     def __init__(self, origin: CheckpointSource, folder: Path) -> None:
         self.origin, self.path, self.config, self.dtype = origin, folder, origin.config, torch.float32
-        self.layout, self.extra, self.tokenizer_files = origin.layout, dict(origin.extra), origin.tokenizer_files
+        self.layout, self.hf_metadata = origin.layout, dict(origin.hf_metadata)
+        self.tokenizer_files = origin.tokenizer_files
         self.adapter_config = _config(folder / CONFIG)
         if not (folder / WEIGHTS).is_file():
             raise UserError(f"{folder} has no {WEIGHTS}", hint="adapters are read only from safetensors")

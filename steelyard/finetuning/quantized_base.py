@@ -45,7 +45,8 @@ class QuantizedSource(CheckpointSource):
 
     def __init__(self, origin: CheckpointSource, stored: BasePrecision) -> None:
         self.origin, self.stored, self.format, self.path = origin, stored, origin.format, origin.path
-        self.config, self.dtype, self.layout, self.extra = origin.config, torch.float32, origin.layout, origin.extra
+        self.config, self.dtype = origin.config, torch.float32
+        self.layout, self.hf_metadata = origin.layout, origin.hf_metadata
         self.tokenizer, self.tokenizer_files = origin.tokenizer, origin.tokenizer_files
 
     def names(self) -> list[str]:

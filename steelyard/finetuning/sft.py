@@ -206,11 +206,11 @@ def _add_answer_end(source: CheckpointSource, job: SftJob) -> None:
     samples = job.training.pairs if isinstance(job.training, PairSamples) else job.training.conversations
     closing = Counter(int(each.ids[np.flatnonzero(each.loss_mask)[-1]]) for each in _flat(samples))
     end, count = closing.most_common(1)[0]
-    ends = end_ids(source.extra) or [each for each in [job.tokenizer.end_id] if each is not None]
+    ends = end_ids(source.hf_metadata) or [each for each in [job.tokenizer.end_id] if each is not None]
     if end in ends or 2 * count < closing.total() or job.tokenizer.decode([end]):
         return
-    generation = dict(source.extra.get("generation_config") or {})
-    source.extra = {**source.extra, "generation_config": generation | {"eos_token_id": [*ends, end]}}
+    generation = dict(source.hf_metadata.get("generation_config") or {})
+    source.hf_metadata = {**source.hf_metadata, "generation_config": generation | {"eos_token_id": [*ends, end]}}
 
 
 def _warn_if_worse(run: Run) -> None:
@@ -225,7 +225,7 @@ def _warn_if_worse(run: Run) -> None:
 
 def copy_metadata(tuned: CheckpointSource, origin: CheckpointSource) -> None:
     """Copy the metadata of the base model to the tuned one: positions, special tokens, the tokenizer."""
-    tuned.extra = dict(origin.extra)
+    tuned.hf_metadata = dict(origin.hf_metadata)
     tuned.tokenizer, tuned.tokenizer_files = origin.tokenizer, list(origin.tokenizer_files)
     tuned.load_tokenizer = origin.load_tokenizer  # type: ignore[method-assign]
 

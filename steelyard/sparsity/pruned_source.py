@@ -26,7 +26,7 @@ class SourceView(CheckpointSource):
     def __init__(self, source: CheckpointSource) -> None:
         self.source = source
         self.format, self.path, self.config, self.dtype = source.format, source.path, source.config, source.dtype
-        self.step, self.layout, self.extra = source.step, source.layout, source.extra
+        self.step, self.layout, self.hf_metadata = source.step, source.layout, source.hf_metadata
         self.tokenizer, self.tokenizer_files = source.tokenizer, source.tokenizer_files
 
     def names(self) -> list[str]:

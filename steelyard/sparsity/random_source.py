@@ -29,7 +29,7 @@ class RandomSource(CheckpointSource):
 
     def __init__(self, recipe: str) -> None:
         self.path, self.config, self.dtype = Path(recipe), load_recipe(recipe).model, torch.bfloat16
-        self.layout, self.extra, self.tokenizer_files = {}, {}, []
+        self.layout, self.hf_metadata, self.tokenizer_files = {}, {}, []
         self._sizes = expected_sizes(self.config)
         self.pruned = matrices(self._sizes)
 

@@ -117,7 +117,9 @@ class CompressedSource(CheckpointSource):
         self.dtype = widest(floats, path)
         self.layout = {"files": len(files), "compressed": len(self.compressed)}
         generation = path / "generation_config.json"
-        self.extra = configs.extra_of(hf, read_json_object(inside(generation)) if generation.is_file() else None)
+        self.hf_metadata = configs.metadata_of(
+            hf, read_json_object(inside(generation)) if generation.is_file() else None
+        )
         self.tokenizer_files = tokenizer_files(path)
         self.tokenizer = str(path) if self.tokenizer_files else None
 

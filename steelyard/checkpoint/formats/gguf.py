@@ -78,10 +78,10 @@ def opened(path: Path) -> GgufSource | None:
     source = GgufSource("gguf", path, config, store, entries, layout)
     source.settings = settings
     ids = {f"{name}_token_id": settings.get(f"tokenizer.ggml.{name}_token_id") for name in SPECIAL}
-    source.extra = {key.replace("padding", "pad"): value for key, value in ids.items() if isinstance(value, int)}
+    source.hf_metadata = {key.replace("padding", "pad"): value for key, value in ids.items() if isinstance(value, int)}
     positions = settings.get(f"{settings['general.architecture']}.context_length")
     if isinstance(positions, int):
-        source.extra["positions"] = positions
+        source.hf_metadata["positions"] = positions
     if "tokenizer.ggml.tokens" in settings:
         source.tokenizer = str(path)
     return source

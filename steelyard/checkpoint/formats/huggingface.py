@@ -42,7 +42,7 @@ def opened(path: Path) -> Mapped | None:
     }
     source = Mapped("hf", path, config, store, hugging_face(config), layout)
     generation = path / "generation_config.json"
-    source.extra = configs.extra_of(hf, read_json_object(inside(generation)) if generation.is_file() else None)
+    source.hf_metadata = configs.metadata_of(hf, read_json_object(inside(generation)) if generation.is_file() else None)
     _check_vocab_rows(source)
     source.tokenizer_files = tokenizer_files(path)
     source.tokenizer = tokenizer_in(path)

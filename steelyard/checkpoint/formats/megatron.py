@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from steelyard.checkpoint.formats import hf_metadata as extras
-from steelyard.checkpoint.formats import megatron_args, safe_unpickle
+from steelyard.checkpoint.formats import hf_metadata, megatron_args, safe_unpickle
 from steelyard.checkpoint.formats.huggingface import tokenizer_files, tokenizer_in
 from steelyard.checkpoint.formats.key_mapping import Entry, megatron
 from steelyard.checkpoint.formats.mapped_tensors import Mapped, Store
@@ -77,10 +76,10 @@ def opened(path: Path) -> Mapped | None:
 
 def add_companions(source: Mapped, args: dict[str, Any], parent: Path) -> None:
     """Add the sequence length, and the metadata and tokenizer that Steelyard writes next to the weights."""
-    source.extra = extras.read(parent)
+    source.hf_metadata = hf_metadata.read(parent)
     positions = args.get("max_position_embeddings")
     if type(positions) is int and positions > 0:
-        source.extra["positions"] = positions
+        source.hf_metadata["positions"] = positions
     source.tokenizer_files = tokenizer_files(parent / TOKENIZER)
     source.tokenizer = tokenizer_in(parent / TOKENIZER)
 

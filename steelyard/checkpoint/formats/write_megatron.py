@@ -119,7 +119,7 @@ class _RankFile:
     def __init__(self, path: Path, supply: Supply, layout: MegatronLayout, entries: list[tuple[Entry, str]]) -> None:
         self.path, self.offsets = path, {}
         path.parent.mkdir(parents=True)
-        args = args_of(supply.config, supply.dtype, supply.source.extra, layout)
+        args = args_of(supply.config, supply.dtype, supply.source.hf_metadata, layout)
         head = {"args": args, "checkpoint_version": 3.0, "iteration": ITERATION}
         with FakeTensorMode():
             weights = {}
@@ -167,7 +167,7 @@ def torch_dist(supply: Supply, folder: Path, layout: MegatronLayout) -> None:
         for name in _names_in_dist(entry, supply.config):
             stacks.setdefault(name, []).append(entry)
     tensors = {name: _lazy(entries, supply) for name, entries in stacks.items()}
-    args = args_of(supply.config, supply.dtype, supply.source.extra, replace(layout, engine=True))
+    args = args_of(supply.config, supply.dtype, supply.source.hf_metadata, replace(layout, engine=True))
     folders.fill(iteration, {**tensors, **_empty_states(supply.config)}, None)
     torch.save({"args": args, "checkpoint_version": 3.0, "iteration": ITERATION}, iteration / "common.pt")
     backends = {"sharded_backend": "torch_dist", "common_backend": "torch"}
