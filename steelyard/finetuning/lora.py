@@ -70,7 +70,7 @@ class AdaptedLinear(Linear):
     def lengths(self) -> Tensor:
         """The norm of each row of the adapted matrix, summed over ranks that hold other columns of it."""
         squares = self.merged_direction().square().sum(dim=1)
-        if self.axis is not None and self.part[0] == 1:
+        if self.axis is not None and self.shard[0] == 1:
             dist.all_reduce(squares, group=self.axis.group)
         return squares.sqrt()
 

@@ -42,24 +42,26 @@ class LanguageModel(nn.Module):
     embed: nn.Embedding | None
     head: Linear | None
 
-    def __init__(self, config: ModelConfig, part: StageSpec | None = None) -> None:
+    def __init__(self, config: ModelConfig, stage_spec: StageSpec | None = None) -> None:
         super().__init__()
         self.config, self.blocks = config, config.blocks
         blocks = self.blocks
-        self.part = part or StageSpec(range(config.layers))
+        self.stage_spec = stage_spec or StageSpec(range(config.layers))
         self.dtype = torch.float32
         self.mask_of: Callable[[Tensor], Tensor] = within_documents
         self.vocabulary = VocabHead()
         self.loss: Callable[..., Tensor] = linear_cross_entropy
         self.embed_dropout = Dropout(config.dropout)
-        self.embed = nn.Embedding(config.padded_vocab, config.hidden) if self.part.first else None
+        self.embed = nn.Embedding(config.padded_vocab, config.hidden) if self.stage_spec.first else None
         drops = config.dropout, config.attention_dropout
         self.layers = nn.ModuleDict(
-            {str(number): TransformerLayer(blocks.layers[number], *drops) for number in self.part.layers}
+            {str(number): TransformerLayer(blocks.layers[number], *drops) for number in self.stage_spec.layers}
         )
-        self.norm = norm_of(blocks.norm) if self.part.last else None
-        self.head = Linear(config.hidden, config.padded_vocab, bias=False) if self.part.last else None
-        self.positions = nn.Embedding(blocks.positions, config.hidden) if blocks.positions and self.part.first else None
+        self.norm = norm_of(blocks.norm) if self.stage_spec.last else None
+        self.head = Linear(config.hidden, config.padded_vocab, bias=False) if self.stage_spec.last else None
+        self.positions = (
+            nn.Embedding(blocks.positions, config.hidden) if blocks.positions and self.stage_spec.first else None
+        )
         self.tie()
 
     def rotations(self, position_ids_BL: Tensor) -> dict[Rope | None, Rotation]:

@@ -28,7 +28,7 @@ def split(model: LanguageModel, axis: MeshAxis) -> dict[str, ShardSpec]:
         if isinstance(module, Experts):
             module.exchange = ExpertExchange(axis)
         elif isinstance(module, ExpertLinear):
-            module.expert_part = (axis.index, axis.size)
+            module.expert_shard = (axis.index, axis.size)
             for parameter in ("weight", *BESIDE_WEIGHT, ADAPTER_IN, ADAPTER_OUT):
                 if hasattr(module, parameter):
                     shard_param(module, parameter, 0, f"{path}.{parameter}", axis, specs)

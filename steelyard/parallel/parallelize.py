@@ -14,7 +14,7 @@ from steelyard.model import LanguageModel
 from steelyard.parallel import activation_checkpoint, context_parallel, expert_parallel, fsdp, tensor_parallel
 from steelyard.parallel.mesh import Mesh
 from steelyard.parallel.param_shards import ParamShard, param_shards_of
-from steelyard.parallel.pipeline_parallel import Pipeline, slices
+from steelyard.parallel.pipeline_parallel import Pipeline, stage_specs
 from steelyard.sizes.stage_layers import partition_of
 
 
@@ -53,9 +53,9 @@ def parallelize(
     by_sequence = parallel.sequence_parallel and mesh.tensor.size > 1
     stages: dict[int, LanguageModel] = {}
     param_shards: list[ParamShard] = []
-    for number, part in slices(partition_of(recipe), parallel, mesh.pipeline).items():
+    for number, stage_spec in stage_specs(partition_of(recipe), parallel, mesh.pipeline).items():
         with torch.device("meta"):
-            model = models.build(recipe.model, part)
+            model = models.build(recipe.model, stage_spec)
         model.dtype = dtype
         model.seed_dropout(recipe.train.seed)
         if transform is not None:

@@ -68,7 +68,7 @@ def param_shards_of(
     layers = model.blocks.layers
     declared = {
         f"layers.{number}.{name}": param
-        for number in model.part.layers
+        for number in model.stage_spec.layers
         for name, param in layers[number].params().items()
     }
     return [

@@ -59,7 +59,7 @@ def split(model: LanguageModel, axis: MeshAxis, by_sequence: bool) -> dict[str, 
                 elif isinstance(child, ExpertLinear):
                     dim = params[f"{name}.weight"].shard_dim
                     assert dim is not None
-                    child.part = (dim, axis.index, axis.size)
+                    child.shard = (dim, axis.index, axis.size)
                     for parameter in ("weight", *BESIDE_WEIGHT, *ADAPTER_BY_DIM[dim - 1]):
                         if hasattr(child, parameter):
                             shard_param(child, parameter, dim, f"{where}.{parameter}", axis, specs)
@@ -75,13 +75,13 @@ def split(model: LanguageModel, axis: MeshAxis, by_sequence: bool) -> dict[str, 
     if by_sequence:
         for module in model.modules():
             if isinstance(module, Dropout):
-                module.part = (axis.index, axis.size)
+                module.shard = (axis.index, axis.size)
     return specs
 
 
 def _shard_linear(linear: Any, dim: int | None, path: str, axis: MeshAxis, specs: dict[str, ShardSpec]) -> None:
     assert dim is not None, f"{path} is not sharded"
-    linear.part = (dim, axis.index, axis.size)
+    linear.shard = (dim, axis.index, axis.size)
     if isinstance(linear.weight, QuantizedWeight):
         linear.weight = linear.weight.shard(dim, axis.index, axis.size)
     for parameter in ("weight", *BESIDE_WEIGHT):

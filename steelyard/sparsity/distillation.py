@@ -159,7 +159,7 @@ class DistillationExtension(Extension):
 
 
 def _last_stage(pipeline: Pipeline) -> LanguageModel | None:
-    return next((model for model in pipeline.models.values() if model.part.last), None)
+    return next((model for model in pipeline.models.values() if model.stage_spec.last), None)
 
 
 def divergence(

@@ -33,7 +33,7 @@ from steelyard.parallel.param_shards import ParamShard
 from steelyard.parallel.world import World
 from steelyard.sparsity import frozen_base
 from steelyard.sparsity.distillation import DistillationExtension, DistillationLoss
-from steelyard.sparsity.mask_prior import held
+from steelyard.sparsity.mask_prior import local_shard
 from steelyard.sparsity.mask_sources import JOINT_MASK, SPARSITY
 from steelyard.sparsity.masked_linear import freeze
 from steelyard.sparsity.masked_training import MOVED, MaskedMatrices
@@ -74,7 +74,7 @@ class JointTraining(MaskedMatrices, DistillationExtension):
         masks = self.mask_file(origin, world)
         for shard, kept in self.kept.items():
             if masks is not None:
-                kept.copy_(held(masks.mask(shard.name), shard))
+                kept.copy_(local_shard(masks.mask(shard.name), shard))
         self._build_teacher(self.sparsity.base or origin, None, engine, world)
         taught = f", distilled from {self.base['path']}" if self.base else ""
         return how + taught

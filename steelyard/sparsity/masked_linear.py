@@ -60,7 +60,7 @@ class MaskedLinear(Linear):
     @property
     def offset(self) -> GroupOffset:
         """The offset of this rank's shard in the whole weight."""
-        dim, index, _ = self.part
+        dim, index, _ = self.shard
         rows, groups, _ = self.mask_logits.shape
         return GroupOffset(index * rows, 0, self.groups) if dim == 0 else GroupOffset(0, index * groups, self.groups)
 
@@ -107,7 +107,7 @@ class MaskedExperts(ExpertLinear):
         return self.product(x_SD, weight_XOI, counts_X)
 
     def _drawn(self, weight_XOI: Tensor) -> Tensor:
-        anneal, (dim, index, count), (first, ranks) = self.anneal, self.part, self.expert_part
+        anneal, (dim, index, count), (first, ranks) = self.anneal, self.shard, self.expert_shard
         experts, rows, groups, _ = self.mask_logits.shape
         first *= experts
         # A rank of the expert axis computes for the micro-batches of all its ranks, but adds the regulariser once.

@@ -23,7 +23,7 @@ from steelyard.parallel.mesh import Mesh, alone
 from steelyard.parallel.param_shards import ParamShard
 from steelyard.parallel.world import World, gather_errors, raise_on_all_ranks, run_on_rank0
 from steelyard.sparsity import frozen_base
-from steelyard.sparsity.mask_prior import check_masks, held, refuse_fewer
+from steelyard.sparsity.mask_prior import check_masks, local_shard, refuse_fewer
 from steelyard.sparsity.mask_sources import SPARSITY, MaskedCheckpoint, Masks, masked_checkpoint, masks_of
 from steelyard.sparsity.masked_linear import masked_sizes, replace_linears
 from steelyard.sparsity.patterns import Pattern, place_hash
@@ -128,7 +128,7 @@ class FixedZeros(MaskedMatrices):
         with raise_on_all_ranks(world):
             if masks is not None:
                 for shard in self.param_shards:
-                    shard.tensor.mul_(held(masks.mask(shard.name), shard).to(shard.tensor.device))
+                    shard.tensor.mul_(local_shard(masks.mask(shard.name), shard).to(shard.tensor.device))
             zeros = self.metrics()["zeros"]
             if zeros == 0:
                 raise UserError(
@@ -174,7 +174,7 @@ class _LargestProduct:
         self.linear, self.product, self.pattern, self.decay_1 = linear, linear.product, pattern, decay_1
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        dim, index, _ = self.linear.part
+        dim, index, _ = self.linear.shard
         rows, columns = weight.shape
         first = (index * rows, 0) if dim == 0 else (0, index * columns)
         mask = self.pattern.keep_best(weight.detach().abs(), place_hash(weight.shape, weight.device, first))

@@ -21,7 +21,7 @@ from steelyard.parallel.world import World, gather_errors, raise_on_all_ranks, r
 from steelyard.sparsity import frozen_base, gumbel, masked_linear
 from steelyard.sparsity.distillation import DistillationExtension, DistillationLoss
 from steelyard.sparsity.joint_training import JointTraining
-from steelyard.sparsity.mask_prior import MaskPrior, held, refuse_fewer
+from steelyard.sparsity.mask_prior import MaskPrior, local_shard, refuse_fewer
 from steelyard.sparsity.mask_sources import LOGITS, SPARSITY, RunMasks, masks_of
 from steelyard.sparsity.masked_training import MOVED, FixedZeros, SrSte
 from steelyard.sparsity.maskllm import MaskLlm, masks_in
@@ -214,7 +214,7 @@ class LearnedMasks(DistillationExtension):
                 )
         for masked in self.masked:
             if masked.logits.tensor.numel():
-                masked.logits.tensor.copy_(held(theirs.logits(masked.name), masked.logits))
+                masked.logits.tensor.copy_(local_shard(theirs.logits(masked.name), masked.logits))
             masked.begin(None, self.anneal.candidates_CM, self.sparsity)
 
     def _add_prior(self, world: World) -> str:
