@@ -33,7 +33,7 @@ Spans = list[tuple[str, bool]]
 
 
 @dataclass(frozen=True)
-class Shown:
+class Preview:
     """Some conversations as spans of text with their loss mask, their titles, and statistics of the whole dataset."""
 
     samples: list[Spans]
@@ -41,7 +41,7 @@ class Shown:
     figures: dict[str, Any]
 
 
-def preview(job: SftJob, samples: int) -> Shown:
+def preview(job: SftJob, samples: int) -> Preview:
     """The first conversations, or preference pairs, and statistics of all of them."""
     rows = job.training
     if isinstance(rows, PairSamples):
@@ -71,7 +71,7 @@ def preview(job: SftJob, samples: int) -> Shown:
         "template": job.template.name,
     }
     first = list(islice(_titled(job), samples * (2 if isinstance(rows, PairSamples) else 1)))
-    return Shown([spans for _, spans in first], [title for title, _ in first], figures)
+    return Preview([spans for _, spans in first], [title for title, _ in first], figures)
 
 
 def _titled(job: SftJob) -> Iterator[tuple[str, Spans]]:
@@ -105,13 +105,13 @@ def runs(conversation: Conversation, job: SftJob, loss: Loss) -> Spans:
     return spans
 
 
-def as_result(shown: Shown) -> dict[str, Any]:
+def as_result(shown: Preview) -> dict[str, Any]:
     """The preview as a JSON object."""
     samples = [[{"text": text, "in_loss": in_loss} for text, in_loss in spans] for spans in shown.samples]
     return shown.figures | {"samples": samples, "titles": shown.titles}
 
 
-def as_text(shown: Shown) -> str:
+def as_text(shown: Preview) -> str:
     """The preview as text. Text in the loss is green on a terminal, otherwise between « and »."""
     coloured = sys.stdout.isatty()
     lines = [f"{key:20} {value}" for key, value in shown.figures.items()]
@@ -127,7 +127,7 @@ def _marked(text: str, in_loss: bool, coloured: bool) -> str:
     return f"«{text}»" if in_loss else text
 
 
-def write_html(shown: Shown, path: Path) -> None:
+def write_html(shown: Preview, path: Path) -> None:
     """Write the preview as one HTML file."""
     rows = "".join(f"<tr><td>{key}</td><td>{html.escape(str(value))}</td></tr>" for key, value in shown.figures.items())
     sections = "".join(_section(*each) for each in zip(shown.titles, shown.samples, strict=True))

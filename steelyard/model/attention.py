@@ -75,7 +75,7 @@ def attend(
     if isinstance(mask, CuSeqlens):
         return varlen_attention(query_BHLE, key_BKLE, value_BKLE, mask, scoring)
     if scoring.window is not None:
-        near = near_mask(length, seen, scoring.window, query_BHLE.device)
+        near = causal_window_mask(length, seen, scoring.window, query_BHLE.device)
         mask = near if mask is None else mask & near
     if scoring.softcap is not None:
         return attend_capped(query_BHLE, key_BKLE, value_BKLE, mask, scoring)
@@ -112,7 +112,7 @@ def attend_one(
     return out_BKGE.flatten(1, 2).unsqueeze(2)
 
 
-def near_mask(length: int, seen: int, window: int, device: torch.device) -> Tensor:
+def causal_window_mask(length: int, seen: int, window: int, device: torch.device) -> Tensor:
     """True where one of the last `length` tokens attends to one of `seen` within a causal window."""
     keys = torch.arange(seen, device=device)
     queries = keys[seen - length :, None]
@@ -136,7 +136,7 @@ def _scores(query_BHLE: Tensor, key_BKLE: Tensor, mask: Tensor | None, scoring: 
     if scoring.softcap is not None:
         scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
     if mask is None:
-        mask = near_mask(query_BHLE.shape[2], key_BKLE.shape[2], key_BKLE.shape[2], query_BHLE.device)
+        mask = causal_window_mask(query_BHLE.shape[2], key_BKLE.shape[2], key_BKLE.shape[2], query_BHLE.device)
     return scores.masked_fill(~mask, float("-inf"))
 
 
@@ -232,7 +232,7 @@ def attend_dropping(
     """Attention with dropout of its weights, in plain torch because no kernel accepts a given dropout mask."""
     assert mask is None or isinstance(mask, Tensor), "attention dropout needs a dense mask"
     if scoring.window is not None:
-        near = near_mask(query_BHLE.shape[2], key_BKLE.shape[2], scoring.window, query_BHLE.device)
+        near = causal_window_mask(query_BHLE.shape[2], key_BKLE.shape[2], scoring.window, query_BHLE.device)
         mask = near if mask is None else mask & near
     weights = _scores(query_BHLE, key_BKLE, mask, scoring).softmax(dim=-1)
     dropped: Tensor = drop(weights, rows_BHL, share)

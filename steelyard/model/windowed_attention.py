@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from steelyard.model.attention import CuSeqlens, Scoring, attend_capped, dense_mask, near_mask
+from steelyard.model.attention import CuSeqlens, Scoring, attend_capped, causal_window_mask, dense_mask
 from steelyard.model.attention import attend as attend_plainly
 
 BLOCK = 128  # tokens of a block of the mask
@@ -36,7 +36,7 @@ def attend(
     if is_dense or not has_window_kernels(query_BHLE.shape[-1]):
         if isinstance(mask, CuSeqlens):
             mask = dense_mask(mask, len(query_BHLE), length)
-        near = near_mask(length, seen, scoring.window or seen, query_BHLE.device)
+        near = causal_window_mask(length, seen, scoring.window or seen, query_BHLE.device)
         return attend_capped(query_BHLE, key_BKLE, value_BKLE, near if mask is None else mask & near, scoring)
     assert not isinstance(mask, Tensor)
     if scoring.softcap is None:

@@ -25,7 +25,7 @@ from steelyard.parallel.mesh import MeshAxis
 
 def split(model: LanguageModel, axis: MeshAxis) -> None:
     """Replace the attention of a model by attention across the ranks of an axis."""
-    across = AttentionAcross(axis)
+    across = ContextParallelAttention(axis)
     model.mask_of = across.mask_of
     for layer in model.layers.values():
         attention: Any = layer.attention
@@ -47,7 +47,7 @@ def positions_of(length: int, axis: MeshAxis) -> Tensor:
     return torch.cat([chunks[axis.index], chunks[2 * axis.size - 1 - axis.index]])
 
 
-class AttentionAcross:
+class ContextParallelAttention:
     """Causal attention of this rank's two chunks to the whole sequence up to each of them."""
 
     def __init__(self, axis: MeshAxis) -> None:

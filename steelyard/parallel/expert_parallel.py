@@ -26,7 +26,7 @@ def split(model: LanguageModel, axis: MeshAxis) -> dict[str, ShardSpec]:
     specs: dict[str, ShardSpec] = {}
     for path, module in model.named_modules():
         if isinstance(module, Experts):
-            module.exchange = ExpertExchange(axis)
+            module.exchange = ExpertDispatcher(axis)
         elif isinstance(module, ExpertLinear):
             module.expert_shard = (axis.index, axis.size)
             for parameter in ("weight", *BESIDE_WEIGHT, ADAPTER_IN, ADAPTER_OUT):
@@ -35,7 +35,7 @@ def split(model: LanguageModel, axis: MeshAxis) -> dict[str, ShardSpec]:
     return specs
 
 
-class ExpertExchange:
+class ExpertDispatcher:
     """Computes slots on the ranks that hold their experts."""
 
     def __init__(self, axis: MeshAxis) -> None:

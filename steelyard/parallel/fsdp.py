@@ -19,7 +19,7 @@ from steelyard.model.experts import Experts
 from steelyard.parallel.mesh import Mesh
 
 
-def materialise(
+def materialize(
     model: LanguageModel, device: torch.device, mesh: Mesh, zero: int, gradients: torch.dtype = torch.float32
 ) -> None:
     """Allocate and shard a model layer by layer, so that no rank holds more than one unsharded layer.

@@ -69,7 +69,7 @@ def parallelize(
             for layer in model.layers.values():
                 layer.compile(options=compile_options(recipe))
         gradients = torch.bfloat16 if recipe.optim.gradients == "bf16" else torch.float32
-        fsdp.materialise(model, device, mesh, parallel.zero, gradients)
+        fsdp.materialize(model, device, mesh, parallel.zero, gradients)
         stages[number] = model
         param_shards += param_shards_of(model, mesh, specs, expert_specs, by_sequence)
     pipeline = Pipeline(stages, parallel, mesh.pipeline, device) if mesh.pipeline.size > 1 else None

@@ -45,7 +45,7 @@ _GROUP_STEP = tl.constexpr(GROUP_STEP)
 _STEP1, _STEP2, _STEP3, _STEP4, _STEP5 = (tl.constexpr(n * CANDIDATE_STEP % WORD) for n in range(1, 6))
 
 
-def suits(weight_OI: Tensor, logits_OGC: Tensor) -> bool:
+def supports(weight_OI: Tensor, logits_OGC: Tensor) -> bool:
     """Whether the kernels support these tensors: 2:4 or 1:4, an even number of groups, contiguous."""
     return (
         logits_OGC.shape[-1] in CANDIDATES

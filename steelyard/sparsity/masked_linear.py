@@ -181,7 +181,7 @@ def _arithmetic(weight_OI: Tensor, logits_OGC: Tensor) -> Callable[..., Tensor]:
     if weight_OI.is_cuda:
         from steelyard.sparsity import masked_kernels
 
-        if masked_kernels.suits(weight_OI, logits_OGC):
+        if masked_kernels.supports(weight_OI, logits_OGC):
             return masked_kernels.masked_weight
     return gumbel.masked_weight
 

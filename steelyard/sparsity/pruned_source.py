@@ -68,7 +68,7 @@ class MaskedSource(SourceView):
         return whole.masked_fill(~self.masks.mask(name), 0) if name in self._masked else whole
 
 
-class BeingPruned(SourceView):
+class PartlyPrunedSource(SourceView):
     """A source whose layers are pruned when they are read, in order; only one is in memory at a time."""
 
     def __init__(self, source: CheckpointSource, layers: Iterator[LayerOnDevice], names: list[str]) -> None:

@@ -35,7 +35,7 @@ from steelyard.core.errors import UserError
 from steelyard.sparsity.calibration import Calibration, Windows, windows_of
 from steelyard.sparsity.layerwise import CPU, LayerOnDevice, Task, pruned_layers
 from steelyard.sparsity.patterns import Pattern
-from steelyard.sparsity.pruned_source import BeingPruned, SourceView
+from steelyard.sparsity.pruned_source import PartlyPrunedSource, SourceView
 from steelyard.training.device import dtype_for
 
 BLOCK_WORDS, BLOCK_GROUPS = 16, 128
@@ -206,7 +206,7 @@ def export(
         assert value_format is not None, "only 8-bit values are calibrated"
         assert isinstance(view, CompressedView), "this format was refused above"
         console.say(f"calibrating with {tokens.described}")
-        view.calibrated = BeingPruned(source, _calibrated(view, tokens, value_format, device), view.compressed)
+        view.calibrated = PartlyPrunedSource(source, _calibrated(view, tokens, value_format, device), view.compressed)
     if dtype is None:
         dtype = source.dtype if source.dtype in (torch.bfloat16, torch.float16) else torch.bfloat16
     if dtype.itemsize < source.dtype.itemsize:
