@@ -29,7 +29,7 @@ MOST_COMPARED = 8
 Answer = dict[str, Any]
 
 
-class Followed:
+class ServedRun:
     """One run, refreshed on request if its cached answer is too old."""
 
     def __init__(self, path: Path) -> None:
@@ -92,15 +92,15 @@ class Runs:
     def __init__(self, folder: Path) -> None:
         self.folder = folder  # as given, so that a command in a hint can be copied to where the server was started
         self._lock = threading.Lock()
-        self._found: dict[str, Followed] = {}
+        self._found: dict[str, ServedRun] = {}
         self._looked = float("-inf")
 
-    def found(self) -> dict[str, Followed]:
+    def found(self) -> dict[str, ServedRun]:
         """The runs by their path relative to the folder, which is their only id."""
         with self._lock:
             if time.monotonic() - self._looked > SECONDS_LISTED:
                 paths = {_name(path.relative_to(self.folder)): path for path in find_runs.below(self.folder)}
-                self._found = {name: self._found.get(name) or Followed(path) for name, path in paths.items()}
+                self._found = {name: self._found.get(name) or ServedRun(path) for name, path in paths.items()}
                 self._looked = time.monotonic()
             return self._found
 

@@ -96,7 +96,7 @@ def test_a_fourth_backend_in_one_file_submits_watches_and_cancels(spool: Path, t
     state = RunState(run)
     SchedulerPoll(run).update(state)
     assert "queued" in {each.kind for each in verdict.judge(state.refresh())}
-    trial = submitted_trial.Submitted(run, TrialLog(tmp_path / "trial.log", []))
+    trial = submitted_trial.SubmittedTrial(run, TrialLog(tmp_path / "trial.log", []))
     assert trial.is_waiting()
 
     (spool / "spool:mine").write_text("works")
@@ -112,7 +112,7 @@ def test_a_fourth_backend_in_one_file_submits_watches_and_cancels(spool: Path, t
     assert "cancelled" in {each.kind for each in verdict.judge(state.refresh())}
     assert submit.wait(run) == 1
     assert launch_record.is_over(run)
-    trial = submitted_trial.Submitted(run, TrialLog(tmp_path / "trial.log", []))
+    trial = submitted_trial.SubmittedTrial(run, TrialLog(tmp_path / "trial.log", []))
     assert trial.failure() == (outcome.LOST, "its job was cancelled")
     words = [json.loads(line)["state"] for line in (run / "scheduler.jsonl").read_text().splitlines()]
     assert words == ["queued", "running", "cancelled"]

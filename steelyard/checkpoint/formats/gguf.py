@@ -26,7 +26,7 @@ from torch import Tensor
 
 from steelyard.checkpoint.formats import gguf_architectures, gguf_blocks, gguf_tokenizer
 from steelyard.checkpoint.formats.key_mapping import Entry
-from steelyard.checkpoint.formats.mapped_tensors import Mapped, Store
+from steelyard.checkpoint.formats.mapped_tensors import MappedSource, Store
 from steelyard.core.errors import CorruptFileError, UserError
 from steelyard.core.recipe.model_section import RotaryConfig
 from steelyard.core.recipe.rope_scaling import RopeScaling
@@ -41,7 +41,7 @@ LARGEST_FACTOR = 10**6  # the limit of a recipe
 SPECIAL = ("bos", "eos", "padding")
 
 
-class GgufSource(Mapped):
+class GgufSource(MappedSource):
     """A GGUF file."""
 
     settings: dict[str, Any]

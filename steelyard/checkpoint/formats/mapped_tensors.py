@@ -32,7 +32,7 @@ class Store(ABC):
         """A whole tensor."""
 
 
-class Mapped(CheckpointSource):
+class MappedSource(CheckpointSource):
     """A store, and the entries that map its tensors to ours."""
 
     def __init__(

@@ -18,7 +18,7 @@ from torch import Tensor
 from steelyard.checkpoint.formats import hf_metadata, megatron_args, safe_unpickle
 from steelyard.checkpoint.formats.huggingface import tokenizer_files, tokenizer_in
 from steelyard.checkpoint.formats.key_mapping import Entry, megatron
-from steelyard.checkpoint.formats.mapped_tensors import Mapped, Store
+from steelyard.checkpoint.formats.mapped_tensors import MappedSource, Store
 from steelyard.checkpoint.formats.megatron_args import NOT_WEIGHTS, renamed
 from steelyard.checkpoint.formats.megatron_experts import all_experts, experts_of
 from steelyard.core.console import console
@@ -34,7 +34,7 @@ MASKS = re.compile(r"\.(diff_mask\.gate|diff_mask\.mask_options|mask)$")
 Pieces = dict[str, list[Tensor]]
 
 
-def opened(path: Path) -> Mapped | None:
+def opened(path: Path) -> MappedSource | None:
     """The checkpoint of an iteration, or the newest in its parent folder."""
     folder, parent = megatron_args.iteration_folder(path)
     if not folder.is_dir():
@@ -67,14 +67,14 @@ def opened(path: Path) -> Mapped | None:
     if store.masks:
         layout["masks"] = len({MASKS.sub("", name) for name in store.masks})
         console.say(f"{folder} has masks of MaskLLM besides the weights; eval and generate apply them")
-    source = Mapped("megatron", folder, config, store, megatron(config), layout)
+    source = MappedSource("megatron", folder, config, store, megatron(config), layout)
     iteration = first.get("iteration")
     source.step = iteration if isinstance(iteration, int) else None
     add_companions(source, args, parent)
     return source
 
 
-def add_companions(source: Mapped, args: dict[str, Any], parent: Path) -> None:
+def add_companions(source: MappedSource, args: dict[str, Any], parent: Path) -> None:
     """Add the sequence length, and the metadata and tokenizer that Steelyard writes next to the weights."""
     source.hf_metadata = hf_metadata.read(parent)
     positions = args.get("max_position_embeddings")
