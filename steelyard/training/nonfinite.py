@@ -118,10 +118,8 @@ class SkippedSteps:
     def _attributed(self, step: SkippedStep, micro_batch: int, norms: list[float], is_latest: bool) -> tuple[str, str]:
         """The location and cause of a skipped step as text, and the hint."""
         data = self.engine.mesh.data
-        shards_and_norms = zip(self.engine.gradients.counted, norms, strict=True)
-        gradients = tuple(
-            (NOT_ONE, f"model.{shard.name}") for shard, norm in shards_and_norms if not math.isfinite(norm)
-        )
+        both = zip(self.engine.gradients.counted, norms, strict=True)
+        gradients = tuple((NOT_ONE, f"model.{shard.name}") for shard, norm in both if not math.isfinite(norm))
         noted = self._gathered(
             NonfiniteFindings(data.index, () if micro_batch == NOT_ONE else (micro_batch,), gradients)
         )
