@@ -60,7 +60,7 @@ def ours(recipe: Recipe, options: argparse.Namespace) -> tuple[float, list[float
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     engine = Engine(recipe, mesh.alone(), device, Extension(), None)
     engine.initialise()
-    embedding = next(part.tensor for part in engine.parts if part.name == "embed.weight")
+    embedding = next(part.tensor for part in engine.param_shards if part.name == "embed.weight")
     embedding.mul_(1 / recipe.model.init_std)
     batches = data(recipe)
     labels = recipe.train.global_batch * recipe.data.sequence_length

@@ -78,7 +78,7 @@ def measured(recipe: Recipe, steps: int, profiled: bool) -> tuple[float, float, 
     engine.initialise()
     generator = torch.Generator(device=DEVICE).manual_seed(0)
     with torch.no_grad():  # Frozen weights usually come from a base; random ones are as fast.
-        for part in engine.parts:
+        for part in engine.param_shards:
             if not part.parameter.requires_grad:
                 part.tensor.normal_(std=0.02, generator=generator) if part.tensor.ndim > 1 else part.tensor.fill_(1.0)
     batches, batch = data(recipe), recipe.train.global_batch

@@ -83,10 +83,10 @@ def measure_overhead(name: str, recipe_name: str, overrides: list[str], steps: i
     engine.initialise()
     batches = data(recipe)
     labels = recipe.train.global_batch * recipe.data.sequence_length
-    optimizers = {"adamw": engine.optimizer, "muon": Optimizer(engine.parts, muon.optim, False)}
+    optimizers = {"adamw": engine.optimizer, "muon": Optimizer(engine.param_shards, muon.optim, False)}
     whole: dict[str, list[float]] = {kind: [] for kind in optimizers}
     alone: dict[str, list[float]] = {kind: [] for kind in optimizers}
-    gradients = [torch.ones_like(part.parameter) for part in engine.parts]
+    gradients = [torch.ones_like(part.parameter) for part in engine.param_shards]
     losses = []
 
     def step() -> None:
@@ -120,7 +120,7 @@ def measure_overhead(name: str, recipe_name: str, overrides: list[str], steps: i
 
 def update(engine: Engine, gradients: list[torch.Tensor]) -> None:
     """One update of the engine's optimizer."""
-    for part, gradient in zip(engine.parts, gradients, strict=True):
+    for part, gradient in zip(engine.param_shards, gradients, strict=True):
         part.parameter.grad = gradient
     one, zero = torch.ones((), device=engine.device), torch.zeros((), device=engine.device)
     engine.optimizer.step(0.0, one, zero, None)

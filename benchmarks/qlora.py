@@ -29,7 +29,7 @@ from torch import Tensor
 from steelyard.checkpoint.formats import CheckpointSource, open_source
 from steelyard.checkpoint.formats.source import expected_sizes
 from steelyard.core.recipe import Recipe, load_recipe
-from steelyard.finetuning.lora_extension import Adapting
+from steelyard.finetuning.lora_extension import LoraExtension
 from steelyard.parallel import mesh
 from steelyard.sizes.memory import memory_of
 from steelyard.tokens.dataloader import columns
@@ -82,7 +82,7 @@ class RandomSource(CheckpointSource):
     format, path, dtype = "random", Path("random"), torch.bfloat16
 
     def __init__(self, recipe: Recipe) -> None:
-        self.config, self.layout, self.extra, self.tokenizer_files = recipe.model, {}, {}, []
+        self.config, self.layout, self.hf_metadata, self.tokenizer_files = recipe.model, {}, {}, []
         self._sizes = expected_sizes(recipe.model)
 
     def names(self) -> list[str]:
@@ -107,7 +107,7 @@ class MemorySource(RandomSource):
 
     def __init__(self, recipe: Recipe, engine: Engine) -> None:
         super().__init__(recipe)
-        self._tensors = {part.name: part.tensor.to("cpu", torch.bfloat16) for part in engine.parts}
+        self._tensors = {part.name: part.tensor.to("cpu", torch.bfloat16) for part in engine.param_shards}
 
     def tensor(self, name: str) -> Tensor:
         """The weight as it was when this was made."""
@@ -117,7 +117,7 @@ class MemorySource(RandomSource):
 def engine_for(recipe: Recipe, source: CheckpointSource | None) -> Engine:
     """The engine of a recipe: adapters of the source's weights, or all weights from their initial values."""
     free(is_new=True)
-    extension = Extension() if source is None else Adapting(recipe)
+    extension = Extension() if source is None else LoraExtension(recipe)
     engine = Engine(recipe, mesh.alone(), DEVICE, extension, None)
     engine.initialise()
     if source is not None:

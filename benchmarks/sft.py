@@ -124,7 +124,7 @@ def ours(base: Path, folder: Path, talks: list[Any], options: argparse.Namespace
     timed = [record["seconds"] for record in run.metrics() if record.get("step", 0) > WARM_UP and "loss" in record]
     seconds = WARM_UP * sum(timed)
     rows = prepared.training.order[WARM_UP * options.micro_batch :]
-    tokens = sum(prepared.training.conversations[i].places for row in rows for i in prepared.training.rows[row])
+    tokens = sum(prepared.training.conversations[i].length for row in rows for i in prepared.training.rows[row])
     shape, device = prepared.recipe.model, devices.choose(prepared.recipe)
     is_flash = has_varlen_attention(device, devices.DTYPES[precision], shape.head_dim)
     return {

@@ -109,10 +109,10 @@ def masked_map(outputs: int, inputs: int, tokens: int) -> None:
     """Measure one linear layer with learned masks."""
     weight, x, grad = (random(*size) for size in ((outputs, inputs), (tokens, inputs), (tokens, outputs)))
     logits = 0.01 * random(outputs, inputs // 4, 6, dtype=torch.float32)
-    place, salt = GroupOffset(0, 0, inputs // 4), gumbel.salt_of(0, "benchmark")
+    offset, salt = GroupOffset(0, 0, inputs // 4), gumbel.salt_of(0, "benchmark")
     draw = gumbel.draw_of(torch.tensor([1], device=DEVICE))
-    course = torch.tensor([100.0, 4.0, 1e-5], device=DEVICE)
-    rest = (TWO_OF_FOUR.candidates().to(DEVICE), draw, course, salt, place, False)
+    anneal = torch.tensor([100.0, 4.0, 1e-5], device=DEVICE)
+    rest = (TWO_OF_FOUR.candidates().to(DEVICE), draw, anneal, salt, offset, False)
     for tensor in (weight, x, logits):
         tensor.requires_grad_()
     frozen, fixed = weight.detach(), logits.detach()
@@ -131,7 +131,7 @@ def masked_map(outputs: int, inputs: int, tokens: int) -> None:
     kept = held(lambda: F.linear(x, masked_kernels.masked_weight(frozen, logits, *rest)), frozen)
     row(f"masked {name}", took, trainable, "above 0.74", times_dense=round(took / trainable, 3), errors=errors,
         held_bytes_a_weight=kept)  # fmt: skip
-    where = (draw, course, *salt, 0, 0, inputs // 4, False)
+    where = (draw, anneal, *salt, 0, 0, inputs // 4, False)
     forward = timed(lambda: masked_kernels._masked_weight(frozen, fixed, *where))
     backward = timed(lambda: masked_kernels._masked_weight_backward(frozen, frozen, fixed, *where))
     for kind, seconds, bytes_ in (("forward", forward, 10), ("backward", backward, 16)):
@@ -158,7 +158,7 @@ def few_rows_of(x: Tensor, whole: list[Tensor], compressed: list[Packed], all_wa
     plain = timed(*[partial(F.linear, x, weight) for weight in whole])
     row(f"dense {name}", plain, tb_per_s=round(outputs * inputs * 2 / plain / 1e9, 2))
     found = {}
-    for way in sparse_gemv.ways(len(x), compressed[0]):
+    for way in sparse_gemv.configs(len(x), compressed[0]):
         try:
             error = difference(sparse_gemv.few_rows(x, compressed[0], way), expected)
         except Exception as problem:  # A variant that this GPU or Triton does not support must not hide the others.
@@ -264,10 +264,10 @@ def published(weight: Tensor, windows: list[Tensor]) -> Tensor:
     return w.to(weight.dtype)
 
 
-def shown(way: sparse_gemv.Way | sparse_mma.Form) -> str:
+def shown(way: sparse_gemv.GemvConfig | sparse_mma.MmaConfig) -> str:
     """A kernel variant as text."""
     reported = " ".join(f"{field.name} {getattr(way, field.name)}" for field in dataclasses.fields(way))
-    return f"cores {reported}" if isinstance(way, sparse_mma.Form) else reported
+    return f"cores {reported}" if isinstance(way, sparse_mma.MmaConfig) else reported
 
 
 def random(*size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:

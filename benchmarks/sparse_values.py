@@ -25,7 +25,7 @@ from steelyard.evaluate.perplexity import summed_loss
 from steelyard.evaluate.windows import plan
 from steelyard.sparsity.calibration import Calibration, windows_of
 from steelyard.sparsity.layerwise import Task, pruned_layers
-from steelyard.sparsity.pruned_source import BeingPruned, SourceView
+from steelyard.sparsity.pruned_source import PartlyPrunedSource, SourceView
 from steelyard.sparsity.semi_structured import PATTERN
 from steelyard.training.device import device_for
 
@@ -79,7 +79,7 @@ def calibrated(source: CheckpointSource, kind: ValueFormat, tokens: Tensor, devi
     """The source with values rounded together, layer by layer when it is read."""
     names = matrices(source.sizes())
     task = Task("magnitude", PATTERN, names, device=device, dtype=torch.float32, value_format=kind)
-    return BeingPruned(Rounded(source, None), pruned_layers(source, task, tokens), names)
+    return PartlyPrunedSource(Rounded(source, None), pruned_layers(source, task, tokens), names)
 
 
 if __name__ == "__main__":

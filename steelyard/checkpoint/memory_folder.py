@@ -36,7 +36,7 @@ from steelyard.core.run import Run
 
 ID = "id"
 NAME = "steelyard-[0-9a-f]{16}"
-KEPT = 2
+KEPT_CHECKPOINTS = 2
 RESERVE = 1 << 30  # Host memory that a memory checkpoint leaves free.
 
 
@@ -106,7 +106,7 @@ def remove_oldest(node: Path) -> None:
     """Keep the newest complete memory checkpoint, so that there are two when the next one is complete."""
     kept = 0
     for path in reversed(step_folders.by_age(node)):
-        if not (path / state_file.NAME).exists() or kept >= KEPT - 1:
+        if not (path / state_file.NAME).exists() or kept >= KEPT_CHECKPOINTS - 1:
             shutil.rmtree(path, ignore_errors=True)
         else:
             kept += 1

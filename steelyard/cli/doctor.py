@@ -58,12 +58,12 @@ def check(
         raise typer.Exit(1 if left else 0)
     confirm = _confirm(yes)
     if container is not None:
-        visit: diagnose.Visit | None = diagnose.examine_image(machine, container, site, confirm)
+        diagnosis: diagnose.Diagnosis | None = diagnose.examine_image(machine, container, site, confirm)
     else:
-        visit = diagnose.examine(machine, nodes, quick, fix, confirm, site)
-    if visit is not None:
-        print_result(visit.as_result(), json, visit.as_text())
-        raise typer.Exit(1 if visit.verdict == "fail" else 0)
+        diagnosis = diagnose.examine(machine, nodes, quick, fix, confirm, site)
+    if diagnosis is not None:
+        print_result(diagnosis.as_result(), json, diagnosis.as_text())
+        raise typer.Exit(1 if diagnosis.verdict == "fail" else 0)
 
 
 def _confirm(yes: bool) -> Callable[[str], bool]:

@@ -82,7 +82,7 @@ def run(
     seen = profile_run.seen(folder)
     page = report.write(folder)
     print_result(seen.as_result() | {"report": str(page)}, json, f"{seen.as_text()}\nreport  {page}")
-    if not seen.looks:
+    if not seen.profiles:
         raise RuntimeFailure("no trace could be read")
 
 

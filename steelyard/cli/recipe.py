@@ -195,28 +195,28 @@ def from_megatron(
     if not end:
         raise typer.BadParameter("give at least one script")
     paths, arguments = [Path(script) for script in scripts[:end]], scripts[end + 1 :]
-    reading = megatron.read(paths, arguments, environment=os.environ, sgd=sgd, count=_vocab_size)
-    for line in megatron.lines(reading):
+    imported = megatron.read(paths, arguments, environment=os.environ, sgd=sgd, count=_vocab_size)
+    for line in megatron.lines(imported):
         console.say(line)
-    if reading.recipe is None:
+    if imported.recipe is None:
         console.say("no training command found in the scripts: no recipe was written, only commands")
     elif out is not None:
-        files.write_text(out, reading.recipe)
+        files.write_text(out, imported.recipe)
         console.say(f"wrote {out}")
-    result: dict[str, Any] = megatron.result(reading)
-    lost = sum(left.matters for left in reading.left)
-    if console.quiet and (reading.questions or lost):
+    result: dict[str, Any] = megatron.result(imported)
+    lost = sum(left.matters for left in imported.left)
+    if console.quiet and (imported.questions or lost):
         console.warn(
-            f"{len(reading.questions)} questions, {lost} flags not carried over; run without --quiet to list them"
+            f"{len(imported.questions)} questions, {lost} flags not carried over; run without --quiet to list them"
         )
-    text = "\n".join(reading.commands) if reading.recipe is None else reading.recipe.rstrip() if out is None else ""
+    text = "\n".join(imported.commands) if imported.recipe is None else imported.recipe.rstrip() if out is None else ""
     if json or text:
         print_result(result, json, text)
-    if reading.unsound:
-        keys = ", ".join(reading.unsound)
+    if imported.unsound:
+        keys = ", ".join(imported.unsound)
         raise UserError(
             f"the recipe is not complete: {keys} commented out",
-            where=reading.where,
+            where=imported.where,
             hint="answer the QUESTION beside each of these keys",
         )
 

@@ -50,15 +50,15 @@ def watch(
 
     if once and follow:
         raise UserError("--once and --follow cannot be combined", hint="remove one of them")
-    watching = page.Watching(find_runs.find(run, folder), every, patience, notify)
+    options = page.WatchOptions(find_runs.find(run, folder), every, patience, notify)
     if follow and not json:
-        raise typer.Exit(page.follow(watching))
+        raise typer.Exit(page.follow(options))
     if follow:
-        *_, seen = deque(page.looks(watching), maxlen=1)
+        *_, seen = deque(page.views(options), maxlen=1)
         print_result(seen, json, "")
         raise typer.Exit(seen["exit_code"])
     if once or json or not sys.stdout.isatty():
-        seen = page.once(watching)
+        seen = page.once(options)
         print_result(seen, json, page.plain(seen))
         raise typer.Exit(seen["exit_code"])
-    raise typer.Exit(page.live(watching))
+    raise typer.Exit(page.live(options))

@@ -14,7 +14,7 @@ from steelyard.doctor.checks import all_reduce, libraries, nodes, python
 from steelyard.doctor.finding import Finding, as_text, worst
 from steelyard.doctor.machine import Machine
 from steelyard.doctor.paths import environment_file, library_folder, sites_file
-from steelyard.doctor.python_info import ask
+from steelyard.doctor.python_info import read_python_info
 from steelyard.doctor.run_checks import survey
 from steelyard.doctor.undo_log import Change
 from steelyard.launch import sites
@@ -25,7 +25,7 @@ Agree = Callable[[str], bool]
 
 
 @dataclass
-class Visit:
+class Diagnosis:
     """The findings, the planned changes, and the findings after the changes."""
 
     findings: list[Finding]
@@ -63,7 +63,7 @@ class Visit:
 
 def examine(
     machine: Machine, others: str | None, quick: bool, fix: bool, agree: Agree, site: str | None = None
-) -> Visit | None:
+) -> Diagnosis | None:
     """Run all checks, and with `fix` the safe repairs. None on ranks that only take part in the all-reduce."""
     try:
         world = detect(machine.environment)
@@ -71,10 +71,12 @@ def examine(
         world = World()  # The all-reduce check reports the error.
     if not world.is_rank0:
         if not quick:
-            all_reduce.exchange(machine, ask(machine), world)
+            all_reduce.run_all_reduce(machine, read_python_info(machine), world)
         return None
     known = nodes.names(others) if others else []
-    diagnosis = Visit(survey(machine, known, _ssh_options(machine, site) if known else (), with_exchange=not quick))
+    diagnosis = Diagnosis(
+        survey(machine, known, _ssh_options(machine, site) if known else (), with_all_reduce=not quick)
+    )
     fixable = [finding for finding in diagnosis.findings if finding.is_fixable]
     if not fix:
         if fixable:
@@ -97,7 +99,7 @@ def _ssh_options(machine: Machine, site: str | None) -> list[str]:
     return nodes.options_of(sites.find(site, file=file)[1]) if site is not None or file.exists() else []
 
 
-def _agreed(diagnosis: Visit, agree: Agree) -> bool:
+def _agreed(diagnosis: Diagnosis, agree: Agree) -> bool:
     console.say(as_text(diagnosis.findings) + "\n\nplanned changes:")
     for change in diagnosis.planned:
         console.say(f"  {change.in_words()}")
@@ -118,20 +120,20 @@ def repaired(machine: Machine, fixable: Sequence[Finding]) -> Machine:
 
 def _again(machine: Machine, fixable: Sequence[Finding]) -> list[Finding]:
     """The repaired findings, checked again."""
-    seen = ask(machine)
+    seen = read_python_info(machine)
     wanted = {(finding.topic, finding.name) for finding in fixable}
     found = [*python.check(machine, seen), *libraries.check(machine, seen)]
     return [finding for finding in found if (finding.topic, finding.name) in wanted]
 
 
-def examine_image(machine: Machine, name: str, site: str | None, agree: Agree) -> Visit:
+def examine_image(machine: Machine, name: str, site: str | None, agree: Agree) -> Diagnosis:
     """What an image lacks, added by a site profile: the named one, the default, or a new one."""
     site = site if site is not None else site_profile.default(sites_file(machine)) or "container"
     if not re.fullmatch(r"[A-Za-z0-9_-]+", site) or site == sites.DEFAULT:
         raise UserError(f"--site: {site!r} is not a site name", hint="use letters, digits, - and _, not default")
     image = container.choose(machine, name)
     plan = container.prepare(machine, image, site)
-    diagnosis = Visit(plan.findings, plan.changes)
+    diagnosis = Diagnosis(plan.findings, plan.changes)
     if plan.changes and _agreed(diagnosis, agree):
         undo_log.apply(machine, plan.changes)
         diagnosis.is_applied = True

@@ -23,7 +23,7 @@ BLOCK = 1 << 20
 WINDOW, OVERLAP = 4096, 512  # A longer line is examined in pieces.
 SHOWN = 300
 UNKNOWN_KEPT = 10
-MET_KEPT = 200  # An explanation contains names from the line, so one error may have many.
+KNOWN_KEPT = 200  # An explanation contains names from the line, so one error may have many.
 DULL_KEPT, DULL_LENGTH = 20_000, 500
 DIGITS = b"0123456789"
 IS_ERROR = re.compile(
@@ -46,7 +46,7 @@ ERRORS = (
 
 
 @dataclass
-class Met:
+class ErrorOccurrence:
     """A known error in the log: its first occurrence, and how often it occurs."""
 
     explained: Explained
@@ -60,7 +60,7 @@ class Met:
 class LogReport:
     """The errors in a log."""
 
-    met: dict[str, Met] = field(default_factory=dict)
+    known: dict[str, ErrorOccurrence] = field(default_factory=dict)
     unknown: list[dict[str, Any]] = field(default_factory=list)
     unknown_count: int = 0
     bytes_read: int = 0
@@ -152,12 +152,12 @@ def _record(text: str, name: str, number: int, report: LogReport) -> bool:
         return is_end
     if explained is not None:
         key = f"{explained.name} {explained.meaning}"
-        if key not in report.met and len(report.met) >= MET_KEPT:
-            key = next((key for key, met in report.met.items() if met.explained.name == explained.name), key)
-        if key not in report.met:
+        if key not in report.known and len(report.known) >= KNOWN_KEPT:
+            key = next((key for key, hit in report.known.items() if hit.explained.name == explained.name), key)
+        if key not in report.known:
             words = replace(explained, meaning=_printable(explained.meaning), hint=_printable(explained.hint))
-            report.met[key] = Met(words, _printable(name), number, _shown(text))
-        report.met[key].count += 1
+            report.known[key] = ErrorOccurrence(words, _printable(name), number, _shown(text))
+        report.known[key].count += 1
         return True
     report.unknown_count += 1
     if len(report.unknown) < UNKNOWN_KEPT:
@@ -169,8 +169,8 @@ def _drop_ended(text: str, file: str, report: LogReport) -> bool:
     """Drop messages of this file about an operation that this line reports as ended. Returns whether it does."""
     ended = {name for name, piece in OVER if piece in text}
     if ended:
-        report.met = {
-            key: met for key, met in report.met.items() if met.explained.name not in ended or met.file != file
+        report.known = {
+            key: hit for key, hit in report.known.items() if hit.explained.name not in ended or hit.file != file
         }
     return bool(ended)
 
@@ -190,10 +190,10 @@ def as_result(report: LogReport) -> dict[str, Any]:
     return {
         "known": [
             {
-                "name": met.explained.name, "file": met.file, "line": met.line, "text": met.text, "count": met.count,
-                "meaning": met.explained.meaning, "hint": met.explained.hint, "harmless": met.explained.harmless,
+                "name": hit.explained.name, "file": hit.file, "line": hit.line, "text": hit.text, "count": hit.count,
+                "meaning": hit.explained.meaning, "hint": hit.explained.hint, "harmless": hit.explained.harmless,
             }
-            for met in _ordered(report)
+            for hit in _ordered(report)
         ],
         "unknown": report.unknown,
         "unknown_count": report.unknown_count,
@@ -201,27 +201,27 @@ def as_result(report: LogReport) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _ordered(report: LogReport) -> list[Met]:
-    return sorted(report.met.values(), key=lambda met: met.explained.harmless)
+def _ordered(report: LogReport) -> list[ErrorOccurrence]:
+    return sorted(report.known.values(), key=lambda hit: hit.explained.harmless)
 
 
 def as_text(report: LogReport) -> str:
     """The report as text: errors, then unknown ones, then harmless ones."""
-    met = _ordered(report)
-    lines = [line for one in met if not one.explained.harmless for line in _in_lines(one)]
+    hits = _ordered(report)
+    lines = [line for one in hits if not one.explained.harmless for line in _in_lines(one)]
     if report.unknown:
         lines.append(f"unknown errors: {report.unknown_count}, of which the first:")
         lines += [f"  {one['file']}:{one['line']}  {one['text']}" for one in report.unknown] + [""]
-    lines += [line for one in met if one.explained.harmless for line in _in_lines(one)]
+    lines += [line for one in hits if one.explained.harmless for line in _in_lines(one)]
     return "\n".join(lines).rstrip() or "no errors found"
 
 
-def _in_lines(met: Met) -> list[str]:
-    times = f", {met.count} times" if met.count > 1 else ""
+def _in_lines(hit: ErrorOccurrence) -> list[str]:
+    times = f", {hit.count} times" if hit.count > 1 else ""
     return [
-        f"{'harmless' if met.explained.harmless else 'error'}  {met.file}:{met.line}{times}",
-        f"  {met.text}",
-        f"  {met.explained.meaning}",
-        f"  hint: {met.explained.hint}",
+        f"{'harmless' if hit.explained.harmless else 'error'}  {hit.file}:{hit.line}{times}",
+        f"  {hit.text}",
+        f"  {hit.explained.meaning}",
+        f"  hint: {hit.explained.hint}",
         "",
     ]

@@ -54,7 +54,7 @@ class PythonInfo:
         return versions.get(name)
 
 
-def ask(machine: Machine) -> PythonInfo:
+def read_python_info(machine: Machine) -> PythonInfo:
     """Read the facts from the machine's Python."""
     # Packages may print while they are imported: the facts are the last line.
     command = [machine.python, _script(torch_facts.__file__)]

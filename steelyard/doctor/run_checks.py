@@ -20,7 +20,7 @@ from steelyard.doctor.checks import (
 )
 from steelyard.doctor.finding import Finding
 from steelyard.doctor.machine import Machine
-from steelyard.doctor.python_info import PythonInfo, ask
+from steelyard.doctor.python_info import PythonInfo, read_python_info
 
 Check = Callable[[Machine, PythonInfo], Iterator[Finding]]
 CHECKS: tuple[tuple[str, Check], ...] = (
@@ -36,15 +36,15 @@ CHECKS: tuple[tuple[str, Check], ...] = (
 
 
 def survey(
-    machine: Machine, others: Sequence[str] = (), ssh: Sequence[str] = (), with_exchange: bool = True
+    machine: Machine, others: Sequence[str] = (), ssh: Sequence[str] = (), with_all_reduce: bool = True
 ) -> list[Finding]:
     """The findings of this machine, and of others that it should reach by ssh with these options."""
     console.say("checking Python and torch")
-    seen = ask(machine)
+    seen = read_python_info(machine)
     checks = list(CHECKS)
     if others:
         checks.append((nodes.TOPIC, lambda machine, seen: nodes.check(machine, seen, others, ssh)))
-    if with_exchange:
+    if with_all_reduce:
         checks.append((all_reduce.TOPIC, all_reduce.check))
     findings: list[Finding] = []
     for topic, check in checks:

@@ -17,7 +17,7 @@ from steelyard.checkpoint import folder
 from steelyard.checkpoint.formats.source import is_own
 from steelyard.core.console import console
 from steelyard.core.errors import UserError
-from steelyard.evaluate.generation import KeptCache, Sampling, Writer
+from steelyard.evaluate.generation import PrefixCache, Sampling, Writer
 from steelyard.finetuning import templates
 from steelyard.finetuning.conversation import BadRow, Conversation, Message
 from steelyard.finetuning.templates import NAMED, Template
@@ -29,7 +29,7 @@ class Chat:
     """A conversation so far, with the model that answers."""
 
     def __init__(self, writer: Writer, template: Template, system: str | None = None) -> None:
-        self.writer, self.template, self.memory = writer, template, KeptCache()
+        self.writer, self.template, self.memory = writer, template, PrefixCache()
         self.system = (Message("system", system),) if system else ()
         self.turns: list[Message] = []
         self._end = end_of_answer(template)

@@ -28,7 +28,7 @@ class Decoder:
         self.network, self.cache = network, cache
         device = next(network.parameters()).device
         self.tokens_B1 = torch.zeros(rows, 1, dtype=torch.long, device=device)
-        self.place_1 = torch.zeros(1, dtype=torch.long, device=device)
+        self.position_1 = torch.zeros(1, dtype=torch.long, device=device)
         self.uses_graphs = device.type == "cuda"
         self._address = 0
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
@@ -36,17 +36,17 @@ class Decoder:
     @torch.inference_mode()
     def logits(self, tokens: Tensor | int) -> Tensor:
         """The logits (B, V) after a further token of each row. They are overwritten by the next call."""
-        place = self.cache.length
+        position = self.cache.length
         self.cache.grow()
         self.tokens_B1.copy_(tokens) if isinstance(tokens, Tensor) else self.tokens_B1.fill_(tokens)
-        self.place_1.fill_(place)
-        logits_BV = self._replayed(span_of(place + 1, self.cache.allocated))
-        self.cache.forget(place + 1)
+        self.position_1.fill_(position)
+        logits_BV = self._replayed(span_of(position + 1, self.cache.allocated))
+        self.cache.forget(position + 1)
         return logits_BV
 
     def step(self, span: int) -> Tensor:
         """The operations of a step, with the tokens and the position in their tensors."""
-        self.cache.slot = Slot(self.place_1, span)
+        self.cache.slot = Slot(self.position_1, span)
         try:
             logits: Tensor = self.network(Batch(self.tokens_B1, logits_to_keep=1), cache=self.cache)
         finally:

@@ -2,7 +2,7 @@
 
 A model sees at most `context` tokens. When the text becomes longer, the oldest tokens are dropped and the rest is
 computed again. The rest leaves room for the tokens still to be generated, but is at least half of the context.
-A `KeptCache` keeps the cache between texts: of the next one only the tokens after the common beginning are computed.
+A `PrefixCache` keeps the cache between texts: of the next one only the tokens after the common beginning are computed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Sampling:
     seed: int = 0
 
 
-class KeptCache:
+class PrefixCache:
     """A KV cache that is kept between texts, and the ids of the tokens in it."""
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class Writer:
         return self.stream_after(self.tokenizer.framed(prompt) or [self.tokenizer.end_of_document], sampling)
 
     def stream_after(
-        self, ids: Sequence[int], sampling: Sampling, ends: Collection[int] = (), memory: KeptCache | None = None
+        self, ids: Sequence[int], sampling: Sampling, ends: Collection[int] = (), memory: PrefixCache | None = None
     ) -> Iterator[str]:
         """The continuation of these tokens, up to an end token of the model or one of `ends`."""
         if len(ids) > self.context:
@@ -144,7 +144,7 @@ def result(writer: Writer, prompt: str, pieces: Iterable[str]) -> dict[str, Any]
 
 def ends_of(source: CheckpointSource, tokenizer: Tokenizer) -> set[int]:
     """The ids that end a text: those in the checkpoint's config, else the tokenizer's."""
-    return set(end_ids(source.extra)) or ({tokenizer.end_id} if tokenizer.end_id is not None else set())
+    return set(end_ids(source.hf_metadata)) or ({tokenizer.end_id} if tokenizer.end_id is not None else set())
 
 
 def tokens(
@@ -153,12 +153,12 @@ def tokens(
     sampling: Sampling,
     context: int,
     ends: Collection[int],
-    memory: KeptCache | None = None,
+    memory: PrefixCache | None = None,
 ) -> Iterator[int]:
     """The tokens that the model generates after the prompt, without the end token."""
     generator = torch.Generator().manual_seed(sampling.seed)
     ids = list(prompt)
-    memory = memory or KeptCache()
+    memory = memory or PrefixCache()
     new = memory.unread(ids, min(context, len(ids) + sampling.max_tokens))
     for left in range(sampling.max_tokens, 0, -1):
         if memory.cache.length + len(new) > context:
@@ -179,7 +179,7 @@ def _tokens_to_reread(length: int, left: int, context: int) -> int:
 
 
 @torch.inference_mode()
-def _next_logits(network: LanguageModel, new: Sequence[int], memory: KeptCache) -> Tensor:
+def _next_logits(network: LanguageModel, new: Sequence[int], memory: PrefixCache) -> Tensor:
     if len(new) == 1 and memory.cache.length:
         return memory.decoder(network).logits(new[0])[0]
     device = next(network.parameters()).device

@@ -19,15 +19,15 @@ from steelyard.evaluate.join_projections import join_projections
 from steelyard.model import LanguageModel
 from steelyard.model.experts import MATRIX_MODULES
 from steelyard.parallel import mesh as meshes
-from steelyard.parallel.mesh import Mesh, Sharding
-from steelyard.parallel.parallelize import assemble
+from steelyard.parallel.mesh import FsdpMesh, Mesh
+from steelyard.parallel.parallelize import parallelize
 from steelyard.parallel.param_shards import ParamShard
 from steelyard.sparsity import sparse_linear
-from steelyard.sparsity.semi_structured import Compressing
+from steelyard.sparsity.semi_structured import CompressedView
 from steelyard.text import tokenizer as tokenizers
 from steelyard.text.tokenizer import Tokenizer
 
-COMPRESSED = (CompressedSource, Compressing)
+COMPRESSED = (CompressedSource, CompressedView)
 
 
 def tokenizer_for(source: CheckpointSource, named: str | None) -> Tokenizer:
@@ -44,12 +44,12 @@ def tokenizer_for(source: CheckpointSource, named: str | None) -> Tokenizer:
 
 def context_of(source: CheckpointSource) -> int:
     """The context length of the model in tokens."""
-    return positions_of(source.config, source.extra)
+    return positions_of(source.config, source.hf_metadata)
 
 
 def mesh_for(tensor: int, device: torch.device) -> Mesh:
     """A mesh without FSDP: each rank holds its whole tensor-parallel shard, so weights are never gathered."""
-    return replace(meshes.make(ParallelSection(tensor=tensor), device.type), sharding=Sharding())
+    return replace(meshes.make(ParallelSection(tensor=tensor), device.type), fsdp=FsdpMesh())
 
 
 def loaded(
@@ -76,12 +76,12 @@ def loaded(
         if sparse and isinstance(source, COMPRESSED):
             sparse_linear.put(model, source.compressed, dtype, source.value_format)
 
-    assembly = assemble(recipe, mesh, device, dtype, compiled, transform)
-    _fill(assembly.parts, source)
+    parallel_model = parallelize(recipe, mesh, device, dtype, compiled, transform)
+    _fill(parallel_model.param_shards, source)
     if device.type == "cuda" and mesh.tensor.size == 1 and not compiled:
-        join_projections(assembly.model)
-    sparse_linear.prepare(assembly.model)
-    return assembly.model.requires_grad_(False).eval()
+        join_projections(parallel_model.model)
+    sparse_linear.prepare(parallel_model.model)
+    return parallel_model.model.requires_grad_(False).eval()
 
 
 def _recipe(source: CheckpointSource, tensor: int) -> Recipe:
@@ -103,10 +103,10 @@ def _cast(network: LanguageModel, dtype: torch.dtype) -> None:
             module.to(dtype)
 
 
-def _fill(parts: list[ParamShard], source: CheckpointSource) -> None:
+def _fill(param_shards: list[ParamShard], source: CheckpointSource) -> None:
     with torch.no_grad():
-        for part in parts:
-            values = source.tensor(part.name)
-            for dim, (first, length) in enumerate(zip(part.offset, part.tensor.shape, strict=True)):
+        for shard in param_shards:
+            values = source.tensor(shard.name)
+            for dim, (first, length) in enumerate(zip(shard.offset, shard.tensor.shape, strict=True)):
                 values = values.narrow(dim, first, length)
-            part.tensor.copy_(values)
+            shard.tensor.copy_(values)

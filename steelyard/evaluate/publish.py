@@ -95,7 +95,7 @@ def _remarks(folder: Path) -> list[str]:
     from steelyard.core.safe_parse import read_json_object
 
     generation = folder / "generation_config.json"
-    metadata = hf_config.extra_of(
+    metadata = hf_config.metadata_of(
         read_json_object(folder / "config.json"), read_json_object(generation) if generation.is_file() else None
     )
     try:

@@ -29,7 +29,7 @@ from steelyard.model import Batch, Cache, LanguageModel
 from steelyard.sparsity import sparse_linear
 from steelyard.sparsity.pruned_source import opened
 from steelyard.sparsity.random_source import RandomCompressed
-from steelyard.sparsity.semi_structured import Compressing, compressible
+from steelyard.sparsity.semi_structured import CompressedView, compressible
 from steelyard.training.device import NAMES, device_for, dtype_for
 
 DENSE, SPARSE = "dense", "sparse"
@@ -85,15 +85,15 @@ def sparse(request: BenchRequest) -> dict[str, Any]:
         "context": context,
         "values": [side for side in sides if side in DTYPES],
         "rows": _rows(sides),
-        "ways": dict(_chosen_kernels()),
+        "kernels": dict(_chosen_kernels()),
     }
 
 
-def _views(request: BenchRequest) -> dict[str, CompressedSource | Compressing]:
+def _views(request: BenchRequest) -> dict[str, CompressedSource | CompressedView]:
     """The weights of each side. From 8-bit values, the other sides have the weights that these represent."""
     if (request.checkpoint is None) == (request.shape is None):
         raise UserError("give either a checkpoint or --shape", hint="steelyard bench sparse --shape llama3.1-8b")
-    views: dict[str, CompressedSource | Compressing] = {}
+    views: dict[str, CompressedSource | CompressedView] = {}
     if request.shape is not None:
         views[DENSE] = views[SPARSE] = RandomCompressed(request.shape)
         for kind in request.values:
@@ -106,7 +106,7 @@ def _views(request: BenchRequest) -> dict[str, CompressedSource | Compressing]:
     if isinstance(source, CompressedSource) and source.value_format is not None:
         views[source.value_format] = source
     for kind in request.values:
-        views.setdefault(kind, Compressing(source, plain.compressed, kind))
+        views.setdefault(kind, CompressedView(source, plain.compressed, kind))
     return views
 
 
@@ -128,7 +128,7 @@ def _decode_step(network: LanguageModel, prompt_BL: Tensor) -> Callable[[], Tens
     cache = Cache(context + 1)
     network(Batch(prompt_BL, logits_to_keep=1), cache=cache)
     decoder = Decoder(network, cache, batch)
-    decoder.place_1.fill_(context)
+    decoder.position_1.fill_(context)
 
     def step() -> Tensor:
         logits_BV = decoder.step(span_of(context + 1, cache.allocated))
@@ -190,10 +190,10 @@ def _gain(side: str) -> str:
 
 
 def _chosen_kernels() -> Iterator[tuple[str, str]]:
-    for (_, dtype, outputs, groups, rows, in_graph, stored), way in sparse_linear.CHOICES.found.items():
+    for (_, dtype, outputs, groups, rows, in_graph, stored), config in sparse_linear.CHOICES.found.items():
         if in_graph:
             values = "" if stored == dtype else f", {str(stored).removeprefix('torch.')} values"
-            yield f"{outputs}x{4 * groups}, up to {1 << rows} rows{values}", str(way)
+            yield f"{outputs}x{4 * groups}, up to {1 << rows} rows{values}", str(config)
 
 
 def as_text(result: dict[str, Any]) -> str:

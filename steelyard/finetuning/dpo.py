@@ -83,7 +83,7 @@ class PairSamples:
         return row_of([self.pairs[pair][side]], self.length)
 
 
-class Preferring(Extension):
+class DpoExtension(Extension):
     """Adds the DPO loss to another extension, which selects the trainable parameters."""
 
     is_likelihood = False
@@ -94,7 +94,7 @@ class Preferring(Extension):
         self.data: MeshAxis | None = None
         for name in (
             "transform",
-            "assembled",
+            "parallelized",
             "initial_std",
             "param_group_options",
             "begin_step",
@@ -164,7 +164,7 @@ def compute_reference(samples: PairSamples, engine: Engine) -> None:
     share = -(-len(rows) // mesh.data.size)
     first = mesh.data.index * share
     mine = [rows[min(number, len(rows) - 1)] for number in range(first, first + share)]
-    for model in engine.assembly.stages.values():
+    for model in engine.parallel_model.stages.values():
         model.eval()
     with console.progress("reference", share, "answers") as progress:
         for start in range(0, share, ROWS_AT_ONCE):
@@ -173,7 +173,7 @@ def compute_reference(samples: PairSamples, engine: Engine) -> None:
             target = log_probs[first + start : first + start + number]
             target.copy_(-losses[: len(target)])
             progress.advance(number)
-    for model in engine.assembly.stages.values():
+    for model in engine.parallel_model.stages.values():
         model.train()
     if mesh.data.size > 1:
         dist.all_reduce(log_probs, group=mesh.data.group)

@@ -20,13 +20,13 @@ Loss = Literal["assistant", "completion", "all"]
 
 @dataclass(frozen=True)
 class Encoded:
-    """A conversation's tokens, and its loss mask (`learned`: the tokens whose prediction counts in the loss)."""
+    """A conversation's tokens, and its loss mask: the tokens whose prediction counts in the loss."""
 
     ids: npt.NDArray[np.int32]
-    learned: npt.NDArray[np.bool_]
+    loss_mask: npt.NDArray[np.bool_]
 
     @property
-    def places(self) -> int:
+    def length(self) -> int:
         """Its length in a row: every token except the last is an input."""
         return len(self.ids) - 1
 
@@ -54,10 +54,10 @@ def encode(conversation: Conversation, template: Template, tokenizer: Tokenizer,
     rendered = Rendered(template.text(conversation), ()) if loss == "all" else template.render(conversation)
     ids, pairs = tokenizer.located(rendered.text)
     offsets = np.asarray(pairs, dtype=np.int64).reshape(-1, 2)
-    learned = np.full(len(ids), loss == "all", dtype=np.bool_)
+    loss_mask = np.full(len(ids), loss == "all", dtype=np.bool_)
     for span in rendered.spans[-1:] if loss == "completion" else rendered.spans:
-        learned |= _touches(offsets[:, 0], offsets[:, 1], span)
-    return Encoded(np.asarray(ids, dtype=np.int32), learned)
+        loss_mask |= _touches(offsets[:, 0], offsets[:, 1], span)
+    return Encoded(np.asarray(ids, dtype=np.int32), loss_mask)
 
 
 def _touches(first: npt.NDArray[np.int64], end: npt.NDArray[np.int64], span: Span) -> npt.NDArray[np.bool_]:
@@ -72,7 +72,7 @@ def fitting(
 ) -> Iterator[Encoded]:
     """Samples truncated to rows of `length` with at least one token in the loss. Others are counted or raise."""
     for sample, where in encoded:
-        if sample.places > length:
+        if sample.length > length:
             if overlong == "refuse":
                 raise UserError(
                     f"the conversation has {len(sample.ids)} tokens, but a row holds only {length + 1}",
@@ -82,8 +82,8 @@ def fitting(
             stats.counts["overlong" if overlong == "drop" else "truncated"] += 1
             if overlong == "drop":
                 continue
-            sample = Encoded(sample.ids[: length + 1], sample.learned[: length + 1])
-        if not sample.learned[1:].any():
+            sample = Encoded(sample.ids[: length + 1], sample.loss_mask[: length + 1])
+        if not sample.loss_mask[1:].any():
             if untrained == "refuse":
                 raise UserError(
                     "no token of this conversation counts in the loss",

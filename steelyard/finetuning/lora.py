@@ -70,7 +70,7 @@ class AdaptedLinear(Linear):
     def lengths(self) -> Tensor:
         """The norm of each row of the adapted matrix, summed over ranks that hold other columns of it."""
         squares = self.merged_direction().square().sum(dim=1)
-        if self.axis is not None and self.part[0] == 1:
+        if self.axis is not None and self.shard[0] == 1:
             dist.all_reduce(squares, group=self.axis.group)
         return squares.sqrt()
 
@@ -142,9 +142,9 @@ def is_adapter(name: str) -> bool:
     return name.rpartition(".")[2] in NAMES
 
 
-def merged(weight: Tensor, learned: dict[str, Tensor], scale: float, keeps_zeros: bool = False) -> Tensor:
+def merged(weight: Tensor, adapter_weights: dict[str, Tensor], scale: float, keeps_zeros: bool = False) -> Tensor:
     """A matrix, or the matrices of all experts, with adapters merged, in fp32."""
-    total = weight.float() + scale * (learned[ADAPTER_OUT].float() @ learned[ADAPTER_IN].float())
-    if MAGNITUDE in learned:
-        total = total * (learned[MAGNITUDE].float() / total.norm(dim=1))[:, None]
+    total = weight.float() + scale * (adapter_weights[ADAPTER_OUT].float() @ adapter_weights[ADAPTER_IN].float())
+    if MAGNITUDE in adapter_weights:
+        total = total * (adapter_weights[MAGNITUDE].float() / total.norm(dim=1))[:, None]
     return total.where(weight != 0, 0.0) if keeps_zeros else total

@@ -28,7 +28,7 @@ STATE = "adapter"
 MOVED = "set train.init_from to its current path"
 
 
-class Adapting(Extension):
+class LoraExtension(Extension):
     """Trains adapters of a frozen base model. Checkpoints hold the adapters and a reference to the base."""
 
     def __init__(self, recipe: Recipe) -> None:
@@ -51,13 +51,13 @@ class Adapting(Extension):
         """Freeze the model and add adapters."""
         add_adapters(model, self.adapter, self.keeps_zeros, self.stored)
 
-    def assembled(self, stages: dict[int, LanguageModel], parts: list[ParamShard], mesh: Mesh) -> None:
+    def parallelized(self, stages: dict[int, LanguageModel], param_shards: list[ParamShard], mesh: Mesh) -> None:
         """Store the mesh, for sums over tensor-parallel ranks."""
         self.mesh = mesh
 
-    def initial_std(self, part: ParamShard) -> float | None:
+    def initial_std(self, shard: ParamShard) -> float | None:
         """A is random, with PEFT's standard deviation; B is zero."""
-        return (3 * part.shape[-1]) ** -0.5 if part.name.endswith(ADAPTER_IN) else 0.0
+        return (3 * shard.shape[-1]) ** -0.5 if shard.name.endswith(ADAPTER_IN) else 0.0
 
     def start(self, engine: Engine, world: World) -> str:
         """Load weights from the base; initialise DoRA's magnitudes from the row norms."""
@@ -79,9 +79,9 @@ class Adapting(Extension):
             )
         self._load_base(saved.get("base", {}), engine, world)
 
-    def saves(self, part: ParamShard) -> bool:
+    def saves(self, shard: ParamShard) -> bool:
         """Only adapters are saved; frozen weights are in the base."""
-        return part.parameter.requires_grad
+        return shard.parameter.requires_grad
 
     def state(self) -> dict[str, Any]:
         """The base and the settings of the adapters."""
@@ -106,9 +106,9 @@ class Adapting(Extension):
     def load(self, source: CheckpointSource, engine: Engine, is_new: bool) -> None:
         """Load the frozen weights from the base. In a new run, quantized matrices also set DoRA's magnitudes."""
         frozen = {
-            f"model.{part.name}": TensorShard(part.tensor, part.shape, part.offset)
-            for part in engine.parts
-            if part.tensor.numel() and not part.parameter.requires_grad and f".{MATRIX}." not in part.name
+            f"model.{shard.name}": TensorShard(shard.tensor, shard.shape, shard.offset)
+            for shard in engine.param_shards
+            if shard.tensor.numel() and not shard.parameter.requires_grad and f".{MATRIX}." not in shard.name
         }
         formats.load_shards(source, frozen, self.recipe.model)
         if self.stored is not None:
@@ -116,15 +116,15 @@ class Adapting(Extension):
 
     @torch.no_grad()
     def _set_magnitudes(self, engine: Engine) -> None:
-        by_name = {part.name: part for part in engine.parts}
-        for part in engine.parts:
-            if not part.name.endswith(MAGNITUDE) or not part.tensor.numel():
+        by_name = {shard.name: shard for shard in engine.param_shards}
+        for shard in engine.param_shards:
+            if not shard.name.endswith(MAGNITUDE) or not shard.tensor.numel():
                 continue
-            weight = by_name[part.name.removesuffix(MAGNITUDE) + MATRIX]
+            weight = by_name[shard.name.removesuffix(MAGNITUDE) + MATRIX]
             squares = weight.tensor.float().square().sum(dim=1)
-            if weight.is_cut and not part.is_cut:
+            if weight.is_tp_sharded and not shard.is_tp_sharded:
                 dist.all_reduce(squares, group=self.mesh.tensor.group)
-            part.tensor.copy_(squares.sqrt())
+            shard.tensor.copy_(squares.sqrt())
 
 
 def saved_precision(state: dict[str, Any]) -> BasePrecision | None:
@@ -142,7 +142,8 @@ class AdaptedSource(CheckpointSource):
     ) -> None:
         self.adapters, self.origin, self.adapter, self.keeps_zeros = adapters, origin, adapter, keeps_zeros
         self.path, self.step, self.config, self.dtype = adapters.path, adapters.step, origin.config, torch.float32
-        self.layout, self.extra, self.tokenizer_files = adapters.layout, dict(origin.extra), origin.tokenizer_files
+        self.layout, self.hf_metadata = adapters.layout, dict(origin.hf_metadata)
+        self.tokenizer_files = origin.tokenizer_files
         self.adapted = {name.rpartition(".")[0] for name in adapters.names() if is_adapter(name)}
         if not self.adapted:
             raise UserError(f"{adapters.path} contains no adapters")
@@ -161,9 +162,9 @@ class AdaptedSource(CheckpointSource):
         module = name.removesuffix(".weight")
         if module not in self.adapted:
             return weight
-        return merged(weight, self.learned(module), self.adapter.alpha / self.adapter.rank, self.keeps_zeros)
+        return merged(weight, self.adapter_weights(module), self.adapter.alpha / self.adapter.rank, self.keeps_zeros)
 
-    def learned(self, module: str) -> dict[str, Tensor]:
+    def adapter_weights(self, module: str) -> dict[str, Tensor]:
         """The adapter's parameters of one matrix, by name."""
         known = set(self.adapters.names())
         return {name: self.adapters.tensor(f"{module}.{name}") for name in NAMES if f"{module}.{name}" in known}

@@ -24,8 +24,9 @@ class NoisyDropout(Dropout):
         """Add noise, then apply dropout."""
         if self.training and sample_ids_B is not None and row_positions_BL is not None:
             here = x.shape[-2]
-            places = row_positions_BL[:, self.part[0] * here : self.part[0] * here + here]
-            x = x + self.strength / (self.length * x.shape[-1]) ** 0.5 * uniform(x, sample_ids_B, places, self.salt + 1)
+            positions_BL = row_positions_BL[:, self.shard[0] * here : self.shard[0] * here + here]
+            noise = uniform(x, sample_ids_B, positions_BL, self.salt + 1)
+            x = x + self.strength / (self.length * x.shape[-1]) ** 0.5 * noise
         return super().forward(x, sample_ids_B, row_positions_BL)
 
 

@@ -21,12 +21,12 @@ class PackedSamples:
         self, conversations: Sequence[Encoded], length: int, samples: int, seed: int | None, packing: bool = True
     ) -> None:
         self.conversations, self.length = conversations, length
-        sizes = np.array([each.places for each in conversations], dtype=np.int64)
+        sizes = np.array([each.length for each in conversations], dtype=np.int64)
         self.rows = best_fit(sizes, length) if packing else [[index] for index in range(len(sizes))]
         self.efficiency = efficiency(sizes, self.rows, length)
         self.order = self._order(samples, seed)
-        learned = np.array([int(each.learned[1:].sum()) for each in conversations], dtype=np.int64)
-        per_row = np.array([learned[row].sum() for row in self.rows] + [0], dtype=np.int64)
+        loss_tokens = np.array([int(each.loss_mask[1:].sum()) for each in conversations], dtype=np.int64)
+        per_row = np.array([loss_tokens[row].sum() for row in self.rows] + [0], dtype=np.int64)
         self.counts: npt.NDArray[np.int64] = per_row[self.order]
 
     @property
@@ -66,11 +66,11 @@ def row_of(conversations: Sequence[Encoded], length: int) -> Row:
     }
     start = 0
     for number, sample in enumerate(conversations):
-        here = slice(start, start + sample.places)
+        here = slice(start, start + sample.length)
         row["tokens_BL"][here] = sample.ids[:-1]
         row["labels_BL"][here] = sample.ids[1:]
-        row["loss_weights_BL"][here] = sample.learned[1:]
+        row["loss_weights_BL"][here] = sample.loss_mask[1:]
         row["documents_BL"][here] = number
-        row["position_ids_BL"][here] = np.arange(sample.places)
-        start += sample.places
+        row["position_ids_BL"][here] = np.arange(sample.length)
+        start += sample.length
     return row

@@ -28,27 +28,27 @@ def adapted_stacks(source: AdaptedSource) -> tuple[dict[str, Tensor], dict[str, 
     for number in range(source.config.layers):
         prefix = source.config.hf_keys.layer.format(number) + MODULE
         stacks = {
-            stack: learned
+            stack: lora
             for stack, names in STACKS.items()
-            if (learned := _concatenated([f"layers.{number}.{MODULE}.{name}" for name in names], source)) is not None
+            if (lora := _concatenated([f"layers.{number}.{MODULE}.{name}" for name in names], source)) is not None
         }
-        for place, (stack, (way_in_XRI, way_out_XOR)) in enumerate(stacks.items(), start=1):
+        for place, (stack, (lora_a_XRI, lora_b_XOR)) in enumerate(stacks.items(), start=1):
             path = prefix + ".base_layer" * (len(stacks) - place)
-            tensors[f"{path}.lora_A.weight"] = way_in_XRI.flatten(0, 1)
-            tensors[f"{path}.lora_B.weight"] = way_out_XOR.permute(1, 2, 0).flatten(1)
-            ranks[f"{MODULE}.{stack}"] = way_in_XRI.shape[1]
+            tensors[f"{path}.lora_A.weight"] = lora_a_XRI.flatten(0, 1)
+            tensors[f"{path}.lora_B.weight"] = lora_b_XOR.permute(1, 2, 0).flatten(1)
+            ranks[f"{MODULE}.{stack}"] = lora_a_XRI.shape[1]
     return tensors, ranks
 
 
 def _concatenated(modules: list[str], source: AdaptedSource) -> tuple[Tensor, Tensor] | None:
     """A and B of the experts of several of our modules, as one adapter of their stacked rows."""
-    adapted = {module: source.learned(module) for module in modules if module in source.adapted}
+    adapted = {module: source.adapter_weights(module) for module in modules if module in source.adapted}
     if not adapted:
         return None
-    ways_in = [learned[ADAPTER_IN] for learned in adapted.values()]
+    a_matrices = [weights[ADAPTER_IN] for weights in adapted.values()]
     blocks = []
     for module in modules:
         experts, rows, _ = source.origin.sizes()[f"{module}.weight"]
         blocks.append(adapted[module][ADAPTER_OUT] if module in adapted else torch.zeros(experts, rows, 0))
     each = zip(*blocks, strict=True)
-    return torch.cat(ways_in, dim=1), torch.stack([torch.block_diag(*matrices) for matrices in each])
+    return torch.cat(a_matrices, dim=1), torch.stack([torch.block_diag(*matrices) for matrices in each])

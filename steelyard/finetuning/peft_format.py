@@ -53,15 +53,15 @@ def export(run: Path, out: Path) -> dict[str, Any]:
             "the adapter keeps the zeros of a pruned model, which PEFT's format does not support",
             hint="use the merged weights in the run's hf folder, or write them again with steelyard adapter merge",
         )
-    shape, adapter = source.config, source.adapter
+    model_config, adapter = source.config, source.adapter
     tensors: dict[str, Tensor] = {}
     ranks: dict[str, int] = {}
     for entry in _matrices(source.origin):
-        module, learned = entry.name.removesuffix(".weight"), _concatenated(entry, source)
-        if learned is not None:
-            tensors |= {f"{PREFIX}{module}.{name}": tensor for name, tensor in learned.items()}
-            ranks[_target(module)] = len(learned["lora_A.weight"])
-    if shape.blocks.has_experts and any(".mlp." in f".{target}" for target in ranks):
+        module, adapter_weights = entry.name.removesuffix(".weight"), _concatenated(entry, source)
+        if adapter_weights is not None:
+            tensors |= {f"{PREFIX}{module}.{name}": tensor for name, tensor in adapter_weights.items()}
+            ranks[_target(module)] = len(adapter_weights["lora_A.weight"])
+    if model_config.blocks.has_experts and any(".mlp." in f".{target}" for target in ranks):
         raise UserError(
             "PEFT takes adapters of an MLP in a model with experts for those of the experts",
             hint=f"steelyard adapter merge {shlex.quote(str(source.origin.path))} {shlex.quote(str(run))} OUT "
@@ -83,7 +83,7 @@ def export(run: Path, out: Path) -> dict[str, Any]:
         "rank_pattern": other,
         "alpha_pattern": {target: adapter.alpha * rank / adapter.rank for target, rank in other.items()},
         "use_dora": adapter.kind == "dora",
-        "fan_in_fan_out": shape.hf_keys.transposed,
+        "fan_in_fan_out": model_config.hf_keys.transposed,
         "inference_mode": True,
     }
     if out.exists():
@@ -145,17 +145,17 @@ def _concatenated(entry: Entry, source: AdaptedSource) -> dict[str, Tensor] | No
     modules = [name.removesuffix(".weight") for name in entry.ours]
     if not any(module in source.adapted for module in modules):
         return None
-    ways_in, ways_out, lengths = [], [], []
+    a_matrices, b_matrices, lengths = [], [], []
     for module in modules:
         rows = source.origin.sizes()[f"{module}.weight"][0]
-        learned = source.learned(module) if module in source.adapted else {}
-        if learned:
-            ways_in.append(learned[ADAPTER_IN])
-        ways_out.append(learned.get(ADAPTER_OUT, torch.zeros(rows, 0)))
+        adapter_weights = source.adapter_weights(module) if module in source.adapted else {}
+        if adapter_weights:
+            a_matrices.append(adapter_weights[ADAPTER_IN])
+        b_matrices.append(adapter_weights.get(ADAPTER_OUT, torch.zeros(rows, 0)))
         if source.adapter.kind == "dora":
             own = source.origin.tensor(f"{module}.weight").float().norm(dim=1)
-            lengths.append(learned.get(MAGNITUDE, own))
-    concatenated = {"lora_A.weight": torch.cat(ways_in), "lora_B.weight": torch.block_diag(*ways_out)}
+            lengths.append(adapter_weights.get(MAGNITUDE, own))
+    concatenated = {"lora_A.weight": torch.cat(a_matrices), "lora_B.weight": torch.block_diag(*b_matrices)}
     return concatenated | ({"lora_magnitude_vector": torch.cat(lengths)} if lengths else {})
 
 
@@ -174,7 +174,8 @@ class PeftSource(CheckpointSource):
 
     def __init__(self, origin: CheckpointSource, folder: Path) -> None:
         self.origin, self.path, self.config, self.dtype = origin, folder, origin.config, torch.float32
-        self.layout, self.extra, self.tokenizer_files = origin.layout, dict(origin.extra), origin.tokenizer_files
+        self.layout, self.hf_metadata = origin.layout, dict(origin.hf_metadata)
+        self.tokenizer_files = origin.tokenizer_files
         self.adapter_config = _config(folder / CONFIG)
         if not (folder / WEIGHTS).is_file():
             raise UserError(f"{folder} has no {WEIGHTS}", hint="adapters are read only from safetensors")
@@ -197,8 +198,8 @@ class PeftSource(CheckpointSource):
         sizes = self.origin.sizes()
         total = sum(sizes[name][0] for name in entry.ours)
         width = sizes[entry.ours[0]][1]
-        way_in, way_out = (self.tensors.get(f"{module}.lora_{which}.weight") for which in "AB")
-        if way_in is None or way_out is None or way_in.size[1:] != (width,) or way_out.size[:1] != (total,):
+        lora_a, lora_b = (self.tensors.get(f"{module}.lora_{which}.weight") for which in "AB")
+        if lora_a is None or lora_b is None or lora_a.size[1:] != (width,) or lora_b.size[:1] != (total,):
             raise UserError(f"the adapter of {module} does not fit a matrix of {total} x {width}", where=str(self.path))
         for name in entry.ours:
             rows = sizes[name][0]
@@ -219,14 +220,14 @@ class PeftSource(CheckpointSource):
         adapted = self.adapted.get(name)
         if adapted is None:
             return weight
-        way_in = self.tensors[f"{adapted.module}.lora_A.weight"].read()
-        learned = {
-            ADAPTER_IN: way_in,
+        lora_a = self.tensors[f"{adapted.module}.lora_A.weight"].read()
+        adapter_weights = {
+            ADAPTER_IN: lora_a,
             ADAPTER_OUT: self.tensors[f"{adapted.module}.lora_B.weight"].read()[adapted.rows],
         }
         if self.adapter_config.get("use_dora"):
-            learned[MAGNITUDE] = self.tensors[f"{adapted.module}.lora_magnitude_vector"].read()[adapted.rows]
-        return merged(weight, learned, self._scale(adapted.module, len(way_in)))
+            adapter_weights[MAGNITUDE] = self.tensors[f"{adapted.module}.lora_magnitude_vector"].read()[adapted.rows]
+        return merged(weight, adapter_weights, self._scale(adapted.module, len(lora_a)))
 
     def _scale(self, module: str, rank: int) -> float:
         patterns = self.adapter_config.get("alpha_pattern") or {}

@@ -23,17 +23,17 @@ MATRIX = "weight"  # the name of a matrix in its module
 @torch.no_grad()
 def load_quantized(source: CheckpointSource, engine: Engine, stored: BasePrecision, sets_magnitudes: bool) -> None:
     """Fill the quantized matrices of this rank, and on demand DoRA's magnitudes with the norms of their rows."""
-    parts = {part.name: part for part in engine.parts}
-    for stage in engine.assembly.stages.values():
+    shards_by_name = {shard.name: shard for shard in engine.param_shards}
+    for stage in engine.parallel_model.stages.values():
         for path, weight in stage.named_modules():
             if not isinstance(weight, QuantizedWeight):
                 continue
             quantized = quantize(source.tensor(path).to(engine.device), *stored)
             for name, values in shard_of(quantized, weight.extent)._asdict().items():
                 if values is not None:
-                    part = parts[f"{path}.{name}"]
-                    part.tensor.copy_(values[part.rows.start : part.rows.stop].view(part.tensor.dtype))
-            magnitude = parts.get(path.removesuffix(MATRIX) + MAGNITUDE)
+                    shard = shards_by_name[f"{path}.{name}"]
+                    shard.tensor.copy_(values[shard.rows.start : shard.rows.stop].view(shard.tensor.dtype))
+            magnitude = shards_by_name.get(path.removesuffix(MATRIX) + MAGNITUDE)
             if sets_magnitudes and magnitude is not None:
                 whole = ShardExtent(0, 0, weight.whole_rows, weight.extent.whole_columns, weight.extent.whole_columns)
                 norms = dequantize(shard_of(quantized, whole), whole, torch.float32).norm(dim=1)
@@ -45,7 +45,8 @@ class QuantizedSource(CheckpointSource):
 
     def __init__(self, origin: CheckpointSource, stored: BasePrecision) -> None:
         self.origin, self.stored, self.format, self.path = origin, stored, origin.format, origin.path
-        self.config, self.dtype, self.layout, self.extra = origin.config, torch.float32, origin.layout, origin.extra
+        self.config, self.dtype = origin.config, torch.float32
+        self.layout, self.hf_metadata = origin.layout, origin.hf_metadata
         self.tokenizer, self.tokenizer_files = origin.tokenizer, origin.tokenizer_files
 
     def names(self) -> list[str]:

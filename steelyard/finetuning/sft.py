@@ -26,11 +26,10 @@ from steelyard.core.recipe import Recipe
 from steelyard.core.recipe.finetune_section import FinetuneSection
 from steelyard.core.recipe.sparsity_section import SparsitySection
 from steelyard.core.run import Run
-from steelyard.finetuning import dpo, templates
-from steelyard.finetuning import template_marks as marks
-from steelyard.finetuning.dpo import PairSamples, Preferring
+from steelyard.finetuning import dpo, template_markers, templates
+from steelyard.finetuning.dpo import DpoExtension, PairSamples
 from steelyard.finetuning.encoding import Encoded, EncodeStats
-from steelyard.finetuning.lora_extension import Adapting
+from steelyard.finetuning.lora_extension import LoraExtension
 from steelyard.finetuning.neftune import add_noise
 from steelyard.finetuning.packed_samples import PackedSamples
 from steelyard.finetuning.peft_format import of_run
@@ -50,7 +49,7 @@ Rows = PackedSamples | PairSamples
 
 
 @dataclass(frozen=True)
-class Tuning:
+class SftJob:
     """A fine-tuning job that is ready for its first step."""
 
     recipe: Recipe
@@ -70,7 +69,8 @@ class Tuning:
             line = f"{units.count(len(self.training.pairs))} pairs of answers"
         else:
             samples = self.training.conversations
-            trained, total = sum(int(each.learned[1:].sum()) for each in samples), sum(each.places for each in samples)
+            trained = sum(int(each.loss_mask[1:].sum()) for each in samples)
+            total = sum(each.length for each in samples)
             line = (
                 f"{units.count(len(samples))} conversations in {units.count(self.training.per_epoch)} rows, "
                 f"{self.training.efficiency:.1%} full; "
@@ -79,7 +79,7 @@ class Tuning:
         return "\n".join([line, *self.stats.lines()])
 
 
-def prepare(recipe: Recipe, ranks: int | None = None) -> Tuning:
+def prepare(recipe: Recipe, ranks: int | None = None) -> SftJob:
     """Read the conversations, and set the steps and validation batches of the recipe from them.
 
     `ranks` is the world size of the run; by default that of this process.
@@ -93,7 +93,7 @@ def prepare(recipe: Recipe, ranks: int | None = None) -> Tuning:
     recipe = with_fixed_masks(recipe, tune)
     tokenizer = tokenizer_of(recipe)
     template = templates.load(tune.template, tokenizer)
-    marks.check(template, tokenizer)
+    template_markers.check(template, tokenizer)
     length, batch = recipe.data.sequence_length, recipe.train.global_batch
     opened: Callable[..., tuple[list[Any], EncodeStats]] = open_corpus
     made: Callable[..., Rows] = partial(PackedSamples, length=length, packing=tune.packing)
@@ -127,20 +127,20 @@ def prepare(recipe: Recipe, ranks: int | None = None) -> Tuning:
         validation = made(valid, samples=batches * batch, seed=None)
     recipe = recipe.model_copy(update=changes)
     training = made(samples, samples=recipe.train.samples_in(recipe.train.steps), seed=recipe.train.seed)
-    return Tuning(recipe, tokenizer, template, stats, training, validation)
+    return SftJob(recipe, tokenizer, template, stats, training, validation)
 
 
-def run(tuning: Tuning, path: Path | None, resume: str = "auto") -> Run:
+def run(job: SftJob, path: Path | None, resume: str = "auto") -> Run:
     """Train the recipe."""
-    recipe, tune = tuning.recipe, tuning.recipe.finetune
+    recipe, tune = job.recipe, job.recipe.finetune
     assert tune is not None
-    extension = Adapting(recipe) if tune.adapter is not None else sparsity.extension(recipe) or Extension()
+    extension = LoraExtension(recipe) if tune.adapter is not None else sparsity.extension(recipe) or Extension()
     if tune.neftune:
         extension = add_noise(extension, tune.neftune, recipe.data.sequence_length)
     if tune.dpo is not None:
-        pairs = [each for each in (tuning.training, tuning.validation) if isinstance(each, PairSamples)]
-        extension = Preferring(extension, tune.dpo.beta, pairs)
-    return training.run(recipe, path, extension, resume, tuning.open_data)
+        pairs = [each for each in (job.training, job.validation) if isinstance(each, PairSamples)]
+        extension = DpoExtension(extension, tune.dpo.beta, pairs)
+    return training.run(recipe, path, extension, resume, job.open_data)
 
 
 def with_fixed_masks(recipe: Recipe, tune: FinetuneSection) -> Recipe:
@@ -170,7 +170,7 @@ def _warn_if_not_exportable(recipe: Recipe) -> None:
         console.warn(f"{error.message}: the export at the end will fail; the run folder keeps the tuned weights")
 
 
-def export(tuning: Tuning, run: Run, out: Path | None = None) -> dict[str, Any]:
+def export(job: SftJob, run: Run, out: Path | None = None) -> dict[str, Any]:
     """Write the tuned model, of the best step if it was saved, as a folder that transformers loads.
 
     The default is `hf` in the run folder, where it replaces an earlier export.
@@ -179,20 +179,20 @@ def export(tuning: Tuning, run: Run, out: Path | None = None) -> dict[str, Any]:
         out = run.path / "hf"
         if out.exists():
             shutil.rmtree(out)
-    origin = open_source(str(tuning.recipe.train.init_from))
+    origin = open_source(str(job.recipe.train.init_from))
     best = checkpoint.best(run.checkpoints)
     _warn_if_worse(run)
-    assert tuning.recipe.finetune is not None
-    if tuning.recipe.finetune.adapter is not None:
+    assert job.recipe.finetune is not None
+    if job.recipe.finetune.adapter is not None:
         source: CheckpointSource = of_run(best or run.path, origin, is_checked=False)
     else:
         source = opened_under_masks(best or run.path)  # With masks applied, as in training.
     copy_metadata(source, origin)
-    _add_answer_end(source, tuning)
-    tokenizer = tuning.recipe.data.tokenizer
+    _add_answer_end(source, job)
+    tokenizer = job.recipe.data.tokenizer
 
     def add_template(folder: Path) -> None:
-        files.write_text(folder / "chat_template.jinja", tuning.template.source)
+        files.write_text(folder / "chat_template.jinja", job.template.source)
         settings = read_config(folder / "tokenizer_config.json")
         if settings.get("split_special_tokens"):  # Templates write special tokens as text.
             files.write_json(folder / "tokenizer_config.json", settings | {"split_special_tokens": False})
@@ -201,16 +201,16 @@ def export(tuning: Tuning, run: Run, out: Path | None = None) -> dict[str, Any]:
     return written | {"step": source.step}
 
 
-def _add_answer_end(source: CheckpointSource, tuning: Tuning) -> None:
+def _add_answer_end(source: CheckpointSource, job: SftJob) -> None:
     """Add the special token that ends most training answers to `eos_token_id`, so that generation stops there."""
-    samples = tuning.training.pairs if isinstance(tuning.training, PairSamples) else tuning.training.conversations
-    closing = Counter(int(each.ids[np.flatnonzero(each.learned)[-1]]) for each in _flat(samples))
+    samples = job.training.pairs if isinstance(job.training, PairSamples) else job.training.conversations
+    closing = Counter(int(each.ids[np.flatnonzero(each.loss_mask)[-1]]) for each in _flat(samples))
     end, count = closing.most_common(1)[0]
-    ends = end_ids(source.extra) or [each for each in [tuning.tokenizer.end_id] if each is not None]
-    if end in ends or 2 * count < closing.total() or tuning.tokenizer.decode([end]):
+    ends = end_ids(source.hf_metadata) or [each for each in [job.tokenizer.end_id] if each is not None]
+    if end in ends or 2 * count < closing.total() or job.tokenizer.decode([end]):
         return
-    generation = dict(source.extra.get("generation_config") or {})
-    source.extra = {**source.extra, "generation_config": generation | {"eos_token_id": [*ends, end]}}
+    generation = dict(source.hf_metadata.get("generation_config") or {})
+    source.hf_metadata = {**source.hf_metadata, "generation_config": generation | {"eos_token_id": [*ends, end]}}
 
 
 def _warn_if_worse(run: Run) -> None:
@@ -225,7 +225,7 @@ def _warn_if_worse(run: Run) -> None:
 
 def copy_metadata(tuned: CheckpointSource, origin: CheckpointSource) -> None:
     """Copy the metadata of the base model to the tuned one: positions, special tokens, the tokenizer."""
-    tuned.extra = dict(origin.extra)
+    tuned.hf_metadata = dict(origin.hf_metadata)
     tuned.tokenizer, tuned.tokenizer_files = origin.tokenizer, list(origin.tokenizer_files)
     tuned.load_tokenizer = origin.load_tokenizer  # type: ignore[method-assign]
 
@@ -257,7 +257,7 @@ def _count_unknown(samples: list[Any], tokenizer: Tokenizer, tune: FinetuneSecti
 def _digest(samples: list[Any], valid: list[Any]) -> str:
     digest = hashlib.sha256()
     for each in (*_flat(samples), *_flat(valid)):
-        digest.update(each.ids.tobytes() + each.learned.tobytes())
+        digest.update(each.ids.tobytes() + each.loss_mask.tobytes())
     return digest.hexdigest()[:24]
 
 

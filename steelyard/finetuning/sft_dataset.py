@@ -3,8 +3,8 @@
 Encoding a large dataset takes minutes, so the result is cached next to the first file, under a digest of everything it
 depends on:
 
-    .steelyard-<digest>.npz    ids (int32, all conversations concatenated), lengths (int64), learned (packed bits: the
-                               loss mask), counts (JSON: rows read, truncated and dropped)
+    .steelyard-<digest>.npz    ids (int32, all conversations concatenated), lengths (int64), loss_mask (packed
+                               bits), counts (JSON: rows read, truncated and dropped)
 
 Only the most recently used cache files of a folder are kept.
 """
@@ -36,7 +36,7 @@ from steelyard.text import download
 from steelyard.text.corpus import BadDocument, named_files, pieces, records, where
 from steelyard.text.tokenizer import Tokenizer
 
-VERSION = 3  # of the cache format
+VERSION = 4  # of the cache format
 CACHE_FILES, CACHES_TO_KEEP = ".steelyard-*.npz", 8  # files in a folder: training and validation of a few settings
 EMPTY = "the line is empty"
 
@@ -224,7 +224,7 @@ def _write_cache(corpus: Corpus, path: Path) -> None:
             file,
             ids=np.concatenate([each.ids for each in samples]),
             lengths=np.array([len(each.ids) for each in samples], dtype=np.int64),
-            learned=np.packbits(np.concatenate([each.learned for each in samples])),
+            loss_mask=np.packbits(np.concatenate([each.loss_mask for each in samples])),
             counts=np.frombuffer(json.dumps(stats.counts).encode(), dtype=np.uint8),
         )
     newest = sorted(path.parent.glob(CACHE_FILES), key=lambda each: each.stat().st_mtime_ns, reverse=True)
@@ -236,7 +236,7 @@ def _read_cache(path: Path) -> Corpus | None:
     try:
         with np.load(path, allow_pickle=False) as arrays:
             ids, lengths = arrays["ids"], arrays["lengths"]
-            learned = np.unpackbits(arrays["learned"], count=len(ids)).astype(np.bool_)
+            loss_mask = np.unpackbits(arrays["loss_mask"], count=len(ids)).astype(np.bool_)
             stats = EncodeStats()
             stats.counts.update(loads(arrays["counts"].tobytes()))
         with contextlib.suppress(OSError):
@@ -247,4 +247,4 @@ def _read_cache(path: Path) -> Corpus | None:
         console.warn(f"the cache {path} is corrupt and is rebuilt")
         return None
     ends = np.cumsum(lengths)[:-1]
-    return [Encoded(*each) for each in zip(np.split(ids, ends), np.split(learned, ends), strict=True)], stats
+    return [Encoded(*each) for each in zip(np.split(ids, ends), np.split(loss_mask, ends), strict=True)], stats

@@ -5,7 +5,7 @@
 `--groups 1x4,7x8` means one node with four ranks and then seven nodes with eight, in rank order. The agent is started
 once per node, and the backend says which node this is. With `--one-rank` it is started once per rank by a launcher that
 numbers the ranks itself. Under torchrun it leaves the rank's exit status for the process that runs torchrun
-(`torchrun.py`). The node of rank 0 publishes its address in `launch/meeting.json` of the run folder, which all nodes
+(`torchrun.py`). The node of rank 0 publishes its address in `launch/rendezvous.json` of the run folder, which all nodes
 share. `--attempt` keeps a requeued job from using the file of its previous attempt.
 
 In an elastic run, `--hosts a1,b1` names the nodes of the attempt in rank order, so there is no rendezvous of nodes. The
@@ -40,10 +40,10 @@ from steelyard.launch.gpu_monitor import Sampler
 from steelyard.launch.heartbeat import Heartbeat
 from steelyard.launch.log_capture import LogFile, PipeReader
 from steelyard.launch.node_end import NodeEnd
-from steelyard.launch.root_cause import RankExit, blame, is_own_failure, only_noticed
+from steelyard.launch.root_cause import RankExit, find_root_cause, is_own_failure, only_noticed
 from steelyard.launch.spawn import SAME_REQUEST_SECONDS, Rank, signals, watch
 from steelyard.launch.verdict_watch import notifying
-from steelyard.parallel.rendezvous import MEETING
+from steelyard.parallel.rendezvous import RDZV_ID
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def main(arguments: Sequence[str]) -> int:
     """Start this node's ranks and return their exit code."""
     options = _options(arguments)
     same = site_environment.hold(SAME_REQUEST_SECONDS)
-    if torchrun_ipc.is_kept():
+    if torchrun_ipc.is_under_torchrun():
         torchrun_ipc.end_with_torchrun()
     elif options.one_rank:
         torchrun_ipc.end_with_parent()
@@ -147,7 +147,7 @@ def _end(
             stream.finish()
     ends = [rank.ended() for rank in ranks]
     last = {rank.rank: list(rank.streams[1].last) for rank in ranks}
-    if torchrun_ipc.is_kept():
+    if torchrun_ipc.is_under_torchrun():
         return torchrun_ipc.leave(ends[0], bool(hung), last[ends[0].rank])
     code = report(ends, last, hung, was_asked, log)
     if node := _node(options, _place(options)):
@@ -226,10 +226,10 @@ def _ranks(
         found: tuple[str, str] | None = "127.0.0.1", options.attempt or f"process {os.getpid()}"
     else:
         followers = len(options.groups.split(",")) - 1 if options.group is not None else 0
-        found = rendezvous_file.meet(run, options.attempt, node, options.group, followers, stop_signals, stack, own)
+        found = rendezvous_file.join(run, options.attempt, node, options.group, followers, stop_signals, stack, own)
     if found is None:
         return []
-    where = {"MASTER_ADDR": found[0], MEETING: f"{run} {found[1]}"}
+    where = {"MASTER_ADDR": found[0], RDZV_ID: f"{run} {found[1]}"}
     where |= {"MASTER_PORT": str(options.port)} if options.port else {}
     return [(rank, _environment(place, rank, where)) for rank in range(place.first, place.first + place.count)]
 
@@ -239,7 +239,7 @@ def _elastic_ranks(options: argparse.Namespace, run: Path, own: Place) -> list[t
     hosts, is_remote = options.hosts.split(","), backends.load(options.backend).is_remote
     place = NodeRanks.of(options.groups, hosts.index(_node(options, own)))
     is_one_host = place.count == place.world or not is_remote
-    where = {"MASTER_ADDR": "127.0.0.1" if is_one_host else hosts[0], MEETING: f"{run} {options.attempt}"}
+    where = {"MASTER_ADDR": "127.0.0.1" if is_one_host else hosts[0], RDZV_ID: f"{run} {options.attempt}"}
     where |= {"MASTER_PORT": str(options.port)} if options.port else {}
     machine = place if is_remote else NodeRanks(0, place.world, place.world)
     return [(rank, _environment(machine, rank, where)) for rank in range(place.first, place.first + place.count)]
@@ -280,7 +280,7 @@ def report(ends: list[RankExit], last: dict[int, list[str]], hung: list[int], wa
 
     `last` has the last lines of each rank.
     """
-    cause = blame(ends, hung, was_asked)
+    cause = find_root_cause(ends, hung, was_asked)
     if cause is None:
         return 0
     end = next((each for each in ends if each.rank == cause.rank), ends[0])

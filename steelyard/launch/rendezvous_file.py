@@ -1,16 +1,16 @@
 """The rendezvous of the nodes of a job, through files in the run folder, which all nodes share.
 
-    launch/meeting.json     {"attempt": "123.0", "address": "a1", "followers": ["124.0"]}, written by the node of rank 0
-    launch/arrived-1.json   {"attempt": "124.0"}: the first node of follower job 1 has started and waits
-    launch/met-123.0        the rendezvous of a master or follower is complete: the attempts of all jobs, one per line
-    launch/stopped-123.0    the ranks saved and stopped after a stop signal
-    launch/lost-123.0       ranks here failed because they lost other ranks
-    launch/failed-123.0     ranks here failed on their own
+    launch/rendezvous.json    {"attempt": "123.0", "address": "a1", "followers": ["124.0"]}, by the node of rank 0
+    launch/arrived-1.json     {"attempt": "124.0"}: the first node of follower job 1 has started and waits
+    launch/met-123.0          the rendezvous of a job is complete: the attempts of all jobs, one per line
+    launch/stopped-123.0      the ranks saved and stopped after a stop signal
+    launch/lost-123.0         ranks here failed because they lost other ranks
+    launch/failed-123.0       ranks here failed on their own
 
 An attempt is a job id and its restart count, which distinguishes this rendezvous from earlier ones. A master and its
 followers are several jobs, which start at different times and count their restarts separately. Files of earlier
 followers are not trusted: the master deletes them, and a running follower writes its file again. A follower accepts
-only a meeting.json that contains its own attempt.
+only a rendezvous.json that contains its own attempt.
 
 No port is written. Ranks ask rank 0 for its port under the name of the attempt (`parallel/port_discovery.py`). Rank 0
 binds a free port itself, since a port chosen here could be in use by the time torch is imported.
@@ -30,13 +30,13 @@ from steelyard.core.safe_parse import loads
 from steelyard.launch.backends import Place
 from steelyard.launch.launch_record import FOLDER
 
-MEETING, ARRIVED, MET, STOPPED, LOST, FAILED = "meeting.json", "arrived-", "met-", "stopped-", "lost-", "failed-"
+RENDEZVOUS, ARRIVED, MET, STOPPED, LOST, FAILED = "rendezvous.json", "arrived-", "met-", "stopped-", "lost-", "failed-"
 SECONDS_BETWEEN_LOOKS = 0.2
 SECONDS_BETWEEN_LOOKS_OF_FOLLOWERS = 1.0  # They may wait for hours.
 SECONDS_TO_ARRIVE = 600.0  # for nodes of one job, which start together
 
 
-def meet(
+def join(
     run: Path,
     attempt: str,
     node: int,
@@ -87,7 +87,7 @@ def _publish(
     folder: Path, attempt: str, followers: int, stop_signals: list[int], address: str
 ) -> dict[str, Any] | None:
     """Wait for all followers and publish the address of rank 0."""
-    (folder / MEETING).unlink(missing_ok=True)
+    (folder / RENDEZVOUS).unlink(missing_ok=True)
     places = [folder / f"{ARRIVED}{number}.json" for number in range(1, followers + 1)]
     for place in places:
         place.unlink(missing_ok=True)
@@ -98,7 +98,7 @@ def _publish(
         time.sleep(SECONDS_BETWEEN_LOOKS)
     there = [str(each["attempt"]) for each in arrived if each]
     found = {"attempt": attempt, "address": address, "followers": there}
-    files.write_json(folder / MEETING, found)
+    files.write_json(folder / RENDEZVOUS, found)
     return found
 
 
@@ -111,7 +111,7 @@ def _await_meeting(
         names = _list_folder(folder)
         if arrived is not None and arrived.name not in names:
             files.write_json(arrived, {"attempt": attempt})
-        found = _read(folder / MEETING, "attempt", "address", "followers")
+        found = _read(folder / RENDEZVOUS, "attempt", "address", "followers")
         if found and attempt in (found["attempt"], *found["followers"]):
             return found
         if not is_patient and time.monotonic() > deadline:

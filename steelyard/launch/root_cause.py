@@ -43,7 +43,7 @@ class RootCause:
     has_words: bool
 
 
-def blame(ends: Sequence[RankExit], hung: Sequence[int], was_asked: bool) -> RootCause | None:
+def find_root_cause(ends: Sequence[RankExit], hung: Sequence[int], was_asked: bool) -> RootCause | None:
     """The root cause of a job's end; None if nothing failed."""
     failed = [end for end in ends if end.code and not end.is_stopped]
     causes = [end for end in failed if is_own_failure(end)]

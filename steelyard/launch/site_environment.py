@@ -35,10 +35,10 @@ CLEARED = ("PYTHONHOME", "PYTHONPATH", "CONDA_PREFIX", "CONDA_DEFAULT_ENV", "CON
 SHELL = "/bin/sh"
 NO_PULL = "error: the image cannot be pulled; an image built on this machine is current: omit --reload-container"
 # Enroot clears the environment and changes to the home folder. It keeps named variables, but sets unset ones to "".
-ENROOT = """kept=()
-for name in $1; do if [ -n "${!name+set}" ]; then kept+=(--env "$name"); fi; done
+ENROOT = """options=()
+for name in $1; do if [ -n "${!name+set}" ]; then options+=(--env "$name"); fi; done
 shift
-exec enroot start "${kept[@]}" "$@"
+exec enroot start "${options[@]}" "$@"
 """
 # A folder must belong to the user or to $2, not be a link, and not be writable for others. A folder that may have the
 # sticky bit ($3), like /tmp, may be a link and writable for all.
@@ -57,15 +57,15 @@ MODULES = """if ! command -v module >/dev/null; then
     done
 fi
 """
-VARIABLE = "STEELYARD_LIFELINE"  # the path of the pipe
+WATCHDOG_PIPE = "STEELYARD_LIFELINE"  # the path of the pipe; Steelyard in an older image reads this name
 SAME_REQUEST_SECONDS = 5.0
 # $1 is the folder, the rest the client's command. The reader inside may be another user. On a file system without
 # pipes the container runs without one. Signals are forwarded. The client has its own session, so that it does not also
 # get signals of the process group. Background processes of a shell ignore SIGINT, so it is forwarded as SIGTERM. The
 # parent is polled, because a killed mpirun does not stop what it started.
-KEEPER = f"""pipe=$(mktemp -u -- "$1/alive.XXXXXXXX")
+WATCHDOG_SHELL = f"""pipe=$(mktemp -u -- "$1/alive.XXXXXXXX")
 shift
-if mkfifo -m 644 -- "$pipe" 2>/dev/null && exec 9<>"$pipe"; then export {VARIABLE}="$pipe"; fi
+if mkfifo -m 644 -- "$pipe" 2>/dev/null && exec 9<>"$pipe"; then export {WATCHDOG_PIPE}="$pipe"; fi
 setsid "$@" 9>&- &
 client=$!
 trap 'kill -TERM $client 2>/dev/null' TERM INT
@@ -148,7 +148,7 @@ def wrapped(
             return ["bash", "-c", ENROOT, "enroot", *options, name(container), *IN_FOLDER, workdir, *command]
         case "docker" | "podman":
             words = [*_docker(site, binds, workdir, gpus, variables), container.image, *command]
-            return kept(words, str(Path(run) / FOLDER)) if run else words
+            return with_watchdog(words, str(Path(run) / FOLDER)) if run else words
         case _:
             return list(command)
 
@@ -175,7 +175,7 @@ def _docker(site: SiteSection, binds: Sequence[str], workdir: str, gpus: bool, v
 def _passed(site: SiteSection, variables: Sequence[str]) -> list[str]:
     """Variables to pass. The host's PATH is passed only if a site sets it: it would hide the image's programs."""
     prepended = [name for name in site.prepend if name != "PATH"]
-    return list(dict.fromkeys([*PASSED_ON, *variables, VARIABLE, *site.environment, *prepended]))
+    return list(dict.fromkeys([*PASSED_ON, *variables, WATCHDOG_PIPE, *site.environment, *prepended]))
 
 
 def pyxis_options(site: SiteSection, workdir: str, run: str) -> list[str]:
@@ -272,9 +272,9 @@ fi
 """
 
 
-def kept(client: list[str], folder: str) -> list[str]:
+def with_watchdog(client: list[str], folder: str) -> list[str]:
     """The client's command, wrapped in the shell that holds the pipe."""
-    return ["bash", "-c", KEEPER, "lifeline", folder, *client]
+    return ["bash", "-c", WATCHDOG_SHELL, "watchdog", folder, *client]
 
 
 def hold(otherwise: float) -> float:
@@ -283,7 +283,7 @@ def hold(otherwise: float) -> float:
     Returns the seconds within which two stop signals count as one, `otherwise` without a pipe. A scheduler signals the
     shell and the client, and on a busy machine a runtime needs time to forward each.
     """
-    path = os.environ.pop(VARIABLE, None)
+    path = os.environ.pop(WATCHDOG_PIPE, None)
     if path is None:
         return otherwise
     try:

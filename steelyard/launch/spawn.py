@@ -24,8 +24,8 @@ from typing import Any
 from steelyard.core.console import console
 from steelyard.core.host import die_with_parent, usable_cpus
 from steelyard.launch.error_file import ERROR_FILE, find
-from steelyard.launch.root_cause import RankExit, blame
-from steelyard.parallel.rendezvous import MEETING
+from steelyard.launch.root_cause import RankExit, find_root_cause
+from steelyard.parallel.rendezvous import RDZV_ID
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 SECONDS_TO_NOTICE = 5.0  # from the first failure to SIGTERM
@@ -41,7 +41,7 @@ def run(command: Sequence[str], nproc: int) -> int:
         ranks: list[Rank] = []
         try:
             for rank in range(nproc):
-                environment = _environment(rank, nproc, meeting=folder)
+                environment = _environment(rank, nproc, rdzv_id=folder)
                 ranks.append(Rank(command, rank, environment, Path(folder), keep_output=rank > 0))
             hung = watch(ranks, stop_signals)
         finally:
@@ -102,7 +102,7 @@ class Rank:
             self.is_running()
 
     def ended(self) -> RankExit:
-        """How the rank ended, for `blame`."""
+        """How the rank ended, for `find_root_cause`."""
         return RankExit(self.rank, self.code or 0, self.ended_at, frozenset(self.sent), find(self.error_file))
 
 
@@ -141,7 +141,7 @@ def watch(
 
 def _report(ranks: list[Rank], hung: list[int], was_asked: bool, debug: bool) -> int:
     """Report the root cause and return its exit code."""
-    cause = blame([rank.ended() for rank in ranks], hung, was_asked)
+    cause = find_root_cause([rank.ended() for rank in ranks], hung, was_asked)
     if cause is None:
         return 0
     console.error(cause.message)
@@ -152,14 +152,14 @@ def _report(ranks: list[Rank], hung: list[int], was_asked: bool, debug: bool) ->
     return cause.exit_code
 
 
-def _environment(rank: int, nproc: int, meeting: str) -> dict[str, str]:
+def _environment(rank: int, nproc: int, rdzv_id: str) -> dict[str, str]:
     """What torchrun would set, except the port, which rank 0 binds. Drops the variables of an outer torchrun."""
     outer = ("TORCHELASTIC_", "MASTER_PORT")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(outer)}
     threads = max(1, len(usable_cpus()) // nproc)
     return {"OMP_NUM_THREADS": str(threads)} | environment | {
         "RANK": str(rank), "WORLD_SIZE": str(nproc), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(nproc),
-        "MASTER_ADDR": "127.0.0.1", MEETING: meeting,
+        "MASTER_ADDR": "127.0.0.1", RDZV_ID: rdzv_id,
     }  # fmt: skip
 
 

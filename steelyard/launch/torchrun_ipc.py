@@ -25,7 +25,7 @@ from steelyard.core.safe_parse import loads
 from steelyard.launch.error_file import ErrorRecord
 from steelyard.launch.root_cause import RankExit
 
-FOLDER = "STEELYARD_KEPT"  # the environment variable with its path
+FOLDER = "STEELYARD_TORCHRUN_FOLDER"  # the environment variable with its path
 ASKED = "asked"
 SECONDS_BETWEEN_LOOKS = 0.1
 SECONDS_BETWEEN_PARENTS = 1.0
@@ -40,14 +40,14 @@ class RankReport:
     last: list[str]
 
 
-def is_kept() -> bool:
+def is_under_torchrun() -> bool:
     """Whether this node agent was started by a torchrun that `launch/torchrun.py` runs."""
     return FOLDER in os.environ
 
 
 def requests(signals: list[int], stack: ExitStack) -> tuple[list[int], list[int]]:
     """A list that collects stop requests, and a list that becomes non-empty when another rank has failed."""
-    if not is_kept():
+    if not is_under_torchrun():
         return signals, []
     received: list[int] = []
     is_over = threading.Event()

@@ -5,6 +5,6 @@ table of flags.
 """
 
 from steelyard.megatron.import_report import lines, result
-from steelyard.megatron.import_script import Reading, read
+from steelyard.megatron.import_script import ImportResult, read
 
-__all__ = ["Reading", "lines", "read", "result"]
+__all__ = ["ImportResult", "lines", "read", "result"]

@@ -22,7 +22,7 @@ TRAINING = {"--num-layers", "--hidden-size", "--micro-batch-size", "--train-iter
 
 
 @dataclass
-class Reading:
+class ImportResult:
     """The result of a conversion: a recipe (None if nothing trains), commands, and flags and questions for the user.
 
     `unsound` has the keys that are commented out in the recipe, with the reason.
@@ -46,29 +46,29 @@ def read(
     environment: Mapping[str, str] | None = None,
     sgd: str | None = None,
     count: model_flags.Count = lambda tokenizer: None,
-) -> Reading:
+) -> ImportResult:
     """Convert launch scripts, read in order; `arguments` are their `$1`, `$2`, ..."""
     state = interpreter.follow(scripts, arguments, environment or {}, lambda state: bool(_trainings(state)))
-    reading = Reading(notes=state.notes)
+    imported = ImportResult(notes=state.notes)
     trainings = _trainings(state)
     for command in state.commands:
         tool, _, flags = tool_commands.program_of(command.words)
         if tool in tool_commands.TOOLS:
-            _tool(reading, command, tool, flags)
+            _tool(imported, command, tool, flags)
     training = _chosen(state, trainings)
-    if training is None and not reading.commands:
+    if training is None and not imported.commands:
         raise _nothing(state, scripts)
     if training is not None:
         draft = Draft(training.given(state))
         _write(draft, training.program, parallel_flags.world(training.launchers, state.variables), sgd, count)
-        parallel_flags.account(training.launchers, reading.left, reading.carried)
+        parallel_flags.account(training.launchers, imported.left, imported.carried)
         if not trainings:
             others = "also give the script that starts the training, so that its flags are not missing"
             draft.ask(f"{scripts[0]} starts no training: {others}")
         elif not training.program and not parallel_flags.names_nodes(state.variables):
             draft.ask("the number of nodes is not given: one is assumed")
-        _finish(reading, draft, scripts)
-    return reading
+        _finish(imported, draft, scripts)
+    return imported
 
 
 def _trainings(state: ShellState) -> list[TrainingCommand]:
@@ -84,13 +84,13 @@ def _trainings(state: ShellState) -> list[TrainingCommand]:
     return found
 
 
-def _tool(reading: Reading, command: Command, tool: str, words: list[str]) -> None:
+def _tool(imported: ImportResult, command: Command, tool: str, words: list[str]) -> None:
     given = Given(command.where)
     given.add(words)
-    reading.commands.append(tool_commands.TOOLS[tool](given))
+    imported.commands.append(tool_commands.TOOLS[tool](given))
     given.close()
-    reading.left += given.left
-    reading.carried |= given.carried_as_written()
+    imported.left += given.left
+    imported.carried |= given.carried_as_written()
 
 
 @dataclass(frozen=True)
@@ -173,20 +173,20 @@ def _write(draft: Draft, program: str, ranks: int | None, sgd: str | None, count
     draft.close()
 
 
-def _finish(reading: Reading, draft: Draft, scripts: Sequence[Path]) -> None:
+def _finish(imported: ImportResult, draft: Draft, scripts: Sequence[Path]) -> None:
     """Write the recipe. Keys that do not pass the validation of any other recipe are commented out."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", scripts[-1].stem).strip("-._")[:100] or "recipe"
     head = [f"From {' '.join(script.name for script in scripts)}, by steelyard recipe from-megatron."]
-    head += ["Before training:", *(f"    {command}" for command in reading.commands)] if reading.commands else []
+    head += ["Before training:", *(f"    {command}" for command in imported.commands)] if imported.commands else []
     _comment_out_unsound(draft, name)
     draft.settle()
-    reading.recipe = draft.toml(name, head)
-    reading.written = {"name": name} | draft.kept()
-    reading.left += draft.given.left
-    reading.carried |= draft.given.carried_as_written()
-    reading.questions += draft.questions
-    reading.unsound = {key: reason for key, (_, reason) in draft.unsound.items()}
-    reading.where = draft.given.where
+    imported.recipe = draft.toml(name, head)
+    imported.written = {"name": name} | draft.kept()
+    imported.left += draft.given.left
+    imported.carried |= draft.given.carried_as_written()
+    imported.questions += draft.questions
+    imported.unsound = {key: reason for key, (_, reason) in draft.unsound.items()}
+    imported.where = draft.given.where
 
 
 def _comment_out_unsound(draft: Draft, name: str) -> None:

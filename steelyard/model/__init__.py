@@ -11,6 +11,6 @@ from steelyard.model.weight_init import init_weights, initial
 __all__ = ["Batch", "Cache", "LanguageModel", "Slot", "StageSpec", "build", "init_weights", "initial"]
 
 
-def build(config: ModelConfig, part: StageSpec | None = None) -> LanguageModel:
+def build(config: ModelConfig, stage_spec: StageSpec | None = None) -> LanguageModel:
     """Build the model of a recipe, or one stage of it. Its weights are not initialized."""
-    return LanguageModel(config, part)
+    return LanguageModel(config, stage_spec)

@@ -27,16 +27,16 @@ from steelyard.model.modules import is_inference
 class CuSeqlens(NamedTuple):
     """The documents of all rows, with the rows concatenated."""
 
-    places: Tensor
+    offsets: Tensor
     """The start of each document, then the end of the last one; int32."""
-    longest: int
+    max_seqlen: int
     """A power of two that no document exceeds: kernels launch work for this many tokens of every document."""
 
 
 class KeysUpTo(NamedTuple):
     """The position of the only query of each row. Keys after it are not read."""
 
-    place_1: Tensor
+    position_1: Tensor
 
 
 class Scoring(NamedTuple):
@@ -75,7 +75,7 @@ def attend(
     if isinstance(mask, CuSeqlens):
         return varlen_attention(query_BHLE, key_BKLE, value_BKLE, mask, scoring)
     if scoring.window is not None:
-        near = near_mask(length, seen, scoring.window, query_BHLE.device)
+        near = causal_window_mask(length, seen, scoring.window, query_BHLE.device)
         mask = near if mask is None else mask & near
     if scoring.softcap is not None:
         return attend_capped(query_BHLE, key_BKLE, value_BKLE, mask, scoring)
@@ -98,11 +98,11 @@ def attend_one(
     if is_inference(query_BH1E):
         from steelyard.model import inference_kernels
 
-        return inference_kernels.attend_one(query_BH1E, key_BKLE, value_BKLE, upto.place_1, *scoring)
-    places = torch.arange(key_BKLE.shape[2], device=key_BKLE.device)
-    mask = places <= upto.place_1
+        return inference_kernels.attend_one(query_BH1E, key_BKLE, value_BKLE, upto.position_1, *scoring)
+    positions = torch.arange(key_BKLE.shape[2], device=key_BKLE.device)
+    mask = positions <= upto.position_1
     if scoring.window is not None:
-        mask = mask & (places > upto.place_1 - scoring.window)
+        mask = mask & (positions > upto.position_1 - scoring.window)
     query_BKGE = query_BH1E.squeeze(2).unflatten(1, (key_BKLE.shape[1], -1))
     mask_GL = mask.expand(query_BKGE.shape[2], -1)
     if scoring.softcap is None:
@@ -112,7 +112,7 @@ def attend_one(
     return out_BKGE.flatten(1, 2).unsqueeze(2)
 
 
-def near_mask(length: int, seen: int, window: int, device: torch.device) -> Tensor:
+def causal_window_mask(length: int, seen: int, window: int, device: torch.device) -> Tensor:
     """True where one of the last `length` tokens attends to one of `seen` within a causal window."""
     keys = torch.arange(seen, device=device)
     queries = keys[seen - length :, None]
@@ -136,7 +136,7 @@ def _scores(query_BHLE: Tensor, key_BKLE: Tensor, mask: Tensor | None, scoring: 
     if scoring.softcap is not None:
         scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
     if mask is None:
-        mask = near_mask(query_BHLE.shape[2], key_BKLE.shape[2], key_BKLE.shape[2], query_BHLE.device)
+        mask = causal_window_mask(query_BHLE.shape[2], key_BKLE.shape[2], key_BKLE.shape[2], query_BHLE.device)
     return scores.masked_fill(~mask, float("-inf"))
 
 
@@ -148,8 +148,8 @@ def varlen_attention(
     if not query_BHLE.is_cuda:
         return attend(query_BHLE, key_BKLE, value_BKLE, dense_mask(cu_seqlens, rows, length), scoring)
     query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query_BHLE, key_BKLE, value_BKLE))
-    places, longest = cu_seqlens
-    packed = query, key, value, places, places, longest, longest
+    offsets, max_seqlen = cu_seqlens
+    packed = query, key, value, offsets, offsets, max_seqlen, max_seqlen
     scale: dict[str, Any] = {} if scoring.scale is None else {"scale": scoring.scale}
     if query_BHLE.shape[1] == key_BKLE.shape[1] or "enable_gqa" in VARLEN_OPTIONS:
         options = VARLEN_OPTIONS | scale
@@ -176,27 +176,27 @@ def cu_seqlens_of(document_starts_BN: Tensor, length: int, device: torch.device)
     """Cumulative lengths from the start of each document in its row. A start at the end of the row is padding.
 
     On the host the padding is removed and the longest document is computed. On a GPU, where FSDP moves all model
-    inputs, that would need a synchronization: padding stays as empty documents, and `longest` is the row length.
+    inputs, that would need a synchronization: padding stays as empty documents, and `max_seqlen` is the row length.
     """
-    offsets_B1 = (
+    row_starts_B1 = (
         length * torch.arange(len(document_starts_BN), dtype=torch.int32, device=document_starts_BN.device)[:, None]
     )
-    begins, longest = document_starts_BN + offsets_B1, length
+    begins, max_seqlen = document_starts_BN + row_starts_B1, length
     begins = begins.flatten() if document_starts_BN.is_cuda else begins[document_starts_BN < length]
-    places = F.pad(begins, (0, 1), value=len(document_starts_BN) * length)
+    offsets = F.pad(begins, (0, 1), value=len(document_starts_BN) * length)
     if not document_starts_BN.is_cuda:
-        longest = int(places.diff().max())
+        max_seqlen = int(offsets.diff().max())
     if device.type == "cuda":
-        places = places if places.is_cuda else places.pin_memory().to(device, non_blocking=True)
+        offsets = offsets if offsets.is_cuda else offsets.pin_memory().to(device, non_blocking=True)
         # Layers are then compiled once for any number of documents; a second row length still compiles them again.
-        torch._dynamo.maybe_mark_dynamic(places, 0)
-    return CuSeqlens(places, 1 << (longest - 1).bit_length())
+        torch._dynamo.maybe_mark_dynamic(offsets, 0)
+    return CuSeqlens(offsets, 1 << (max_seqlen - 1).bit_length())
 
 
 def dense_mask(cu_seqlens: CuSeqlens, rows: int, length: int) -> Tensor:
     """The equivalent dense mask: True where a token may attend. Shape (B, 1, L, L)."""
-    tokens = torch.arange(rows * length, dtype=torch.int32, device=cu_seqlens.places.device)
-    return within_documents(torch.searchsorted(cu_seqlens.places, tokens, right=True).view(rows, length))
+    tokens = torch.arange(rows * length, dtype=torch.int32, device=cu_seqlens.offsets.device)
+    return within_documents(torch.searchsorted(cu_seqlens.offsets, tokens, right=True).view(rows, length))
 
 
 @functools.cache
@@ -232,7 +232,7 @@ def attend_dropping(
     """Attention with dropout of its weights, in plain torch because no kernel accepts a given dropout mask."""
     assert mask is None or isinstance(mask, Tensor), "attention dropout needs a dense mask"
     if scoring.window is not None:
-        near = near_mask(query_BHLE.shape[2], key_BKLE.shape[2], scoring.window, query_BHLE.device)
+        near = causal_window_mask(query_BHLE.shape[2], key_BKLE.shape[2], scoring.window, query_BHLE.device)
         mask = near if mask is None else mask & near
     weights = _scores(query_BHLE, key_BKLE, mask, scoring).softmax(dim=-1)
     dropped: Tensor = drop(weights, rows_BHL, share)

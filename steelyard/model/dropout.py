@@ -24,20 +24,20 @@ def salt_of(seed: int, name: str) -> int:
 class Dropout(nn.Module):
     """Drops a share of the elements and scales up the others; dimension -2 is the sequence, -1 the channels.
 
-    `part` is (index, number) if this process holds one of several equal shards of the sequence.
+    `shard` is (index, number) if this process holds one of several equal shards of the sequence.
     """
 
     def __init__(self, share: float) -> None:
         super().__init__()
         self.share = share
         self.salt = 0
-        self.part = (0, 1)
+        self.shard = (0, 1)
 
     def forward(self, x: Tensor, sample_ids_B: Tensor | None, row_positions_BL: Tensor | None) -> Tensor:
         if self.share == 0 or not self.training or sample_ids_B is None or row_positions_BL is None:
             return x
         length = x.shape[-2]
-        row_positions_BL = row_positions_BL[:, self.part[0] * length : self.part[0] * length + length]
+        row_positions_BL = row_positions_BL[:, self.shard[0] * length : self.shard[0] * length + length]
         rows_BL = mixed(mixed(sample_ids_B * FACTORS[0] + self.salt)[:, None] + row_positions_BL * FACTORS[1])
         dropped: Tensor = drop(x, rows_BL, self.share)
         return dropped

@@ -122,9 +122,9 @@ class ExpertLinear(nn.Module):
     """The same projection of all experts, as one parameter. Replace `product` to use another arithmetic."""
 
     product: Callable[[Tensor, Tensor, Tensor], Tensor] = staticmethod(grouped_linear)
-    part: tuple[int, int, int] = (1, 0, 1)
+    shard: tuple[int, int, int] = (1, 0, 1)
     """The shard of tensor parallelism: its dimension, its index, and the number of shards."""
-    expert_part: tuple[int, int] = (0, 1)
+    expert_shard: tuple[int, int] = (0, 1)
     """The shard of expert parallelism: its index, and the number of shards."""
 
     def __init__(self, experts: int, rows: int, columns: int) -> None:

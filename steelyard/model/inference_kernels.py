@@ -82,9 +82,9 @@ def rotated(x_BHLE: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
 def rotated_into_cache(
     query_BH1E: Tensor, key_BK1E: Tensor, value_BK1E: Tensor, rotation: tuple[Tensor, Tensor],
-    key_buffer_BKLE: Tensor, value_buffer_BKLE: Tensor, place_1: Tensor,
+    key_buffer_BKLE: Tensor, value_buffer_BKLE: Tensor, position_1: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Rotate the query and the key of one token, and write key and value to their place. Returns the query."""
+    """Rotate the query and the key of one token, and write key and value to their position. Returns the query."""
     batch, heads, _, width = query_BH1E.shape
     kv_heads = key_BK1E.shape[1]
     cosine, sine = (table.contiguous() for table in rotation)
@@ -92,7 +92,7 @@ def rotated_into_cache(
     assert key_buffer_BKLE.stride() == value_buffer_BKLE.stride()
     assert key_buffer_BKLE.stride(-1) == 1
     _rotate_into_cache[(batch, triton.cdiv(heads, HEADS) + 2 * triton.cdiv(kv_heads, HEADS))](
-        query_BH1E, key_BK1E, value_BK1E, cosine, sine, turned, key_buffer_BKLE, value_buffer_BKLE, place_1,
+        query_BH1E, key_BK1E, value_BK1E, cosine, sine, turned, key_buffer_BKLE, value_buffer_BKLE, position_1,
         *query_BH1E.stride()[:2], *key_BK1E.stride()[:2], *value_BK1E.stride()[:2], *turned.stride()[:2],
         *key_buffer_BKLE.stride()[:3], _row_stride(cosine), heads, kv_heads, width, cosine.shape[-1], HEADS,
         triton.next_power_of_2(width), **dependent_launch.options(query_BH1E.device),
@@ -101,7 +101,7 @@ def rotated_into_cache(
 
 
 def attend_one(
-    query_BH1E: Tensor, key_BKLE: Tensor, value_BKLE: Tensor, place_1: Tensor, window: int | None,
+    query_BH1E: Tensor, key_BKLE: Tensor, value_BKLE: Tensor, position_1: Tensor, window: int | None,
     softcap: float | None, scale: float | None,
 ) -> Tensor:  # fmt: skip
     """`attention.attend_one`. The keys are split over programs; the last to finish combines them in a fixed order."""
@@ -119,7 +119,7 @@ def attend_one(
     limits = torch.empty(batch * kv_heads, parts, 2, stored, dtype=torch.float32, device=device)
     out_B1HE = torch.empty(batch, 1, heads, width, dtype=query.dtype, device=device)
     _attend_one[(batch * kv_heads, parts)](
-        query, key_BKLE, value_BKLE, place_1, out_B1HE, sums, limits, _counters(device), *key_BKLE.stride()[:3],
+        query, key_BKLE, value_BKLE, position_1, out_B1HE, sums, limits, _counters(device), *key_BKLE.stride()[:3],
         width**-0.5 if scale is None else scale, kv_heads, width, steps, parts, window or 0, softcap or 0.0,
         heads // kv_heads, stored, rows, block, KEYS, max(AT_ONCE * 512 // (stored * block), 1), num_warps=4,
         **dependent_launch.options(device),
@@ -230,9 +230,9 @@ def _rotate(
 
 @triton.jit
 def _rotate_into_cache(
-    query, key, value, cosine, sine, turned, key_buffer, value_buffer, place, query_row, query_head, key_row, key_head,
-    value_row, value_head, turned_row, turned_head, buffer_row, buffer_head, buffer_token, table_row, heads, kv_heads,
-    width, turning, at_once: tl.constexpr, block: tl.constexpr, early: tl.constexpr,
+    query, key, value, cosine, sine, turned, key_buffer, value_buffer, position, query_row, query_head, key_row,
+    key_head, value_row, value_head, turned_row, turned_head, buffer_row, buffer_head, buffer_token, table_row, heads,
+    kv_heads, width, turning, at_once: tl.constexpr, block: tl.constexpr, early: tl.constexpr,
 ):  # fmt: skip
     if early:
         let_next_start()
@@ -241,7 +241,7 @@ def _rotate_into_cache(
     of_queries, of_keys = tl.cdiv(heads, at_once), tl.cdiv(kv_heads, at_once)
     cosine += row * table_row
     sine += row * table_row
-    cached = row * buffer_row + tl.load(place) * buffer_token
+    cached = row * buffer_row + tl.load(position) * buffer_token
     if number < of_queries:
         first = number * at_once
         values, here = _turned(
@@ -264,7 +264,7 @@ def _rotate_into_cache(
 
 @triton.jit
 def _attend_one(
-    query, key, value, place, out, sums, limits, done, row_stride, head_stride, token_stride, scale, kv_heads, width,
+    query, key, value, position, out, sums, limits, done, row_stride, head_stride, token_stride, scale, kv_heads, width,
     steps, parts, window: tl.constexpr, softcap: tl.constexpr, group: tl.constexpr, stored: tl.constexpr,
     rows: tl.constexpr, block: tl.constexpr, keys: tl.constexpr, at_once: tl.constexpr, early: tl.constexpr,
 ):  # fmt: skip
@@ -272,9 +272,9 @@ def _attend_one(
         let_next_start()
         wait_for_previous()
     pair, part = tl.program_id(0), tl.program_id(1)  # A pair is a row of the batch and a key-value head.
-    last = tl.load(place)
+    last = tl.load(position)
     part_keys = steps * keys
-    active = (last // part_keys + 1).to(tl.int32)  # Later parts have no keys up to the place.
+    active = (last // part_keys + 1).to(tl.int32)  # Later parts have no keys up to the position.
     if part < active:
         head, column = tl.arange(0, rows), tl.arange(0, block)
         is_head, is_column = head < group, column < width

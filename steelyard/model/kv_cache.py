@@ -22,10 +22,10 @@ from steelyard.model.rope import Rotation
 class Slot(NamedTuple):
     """The position of the token that is appended next, in operations of constant shapes."""
 
-    place_1: Tensor
+    position_1: Tensor
     """The position, int64, on the device of the model."""
     span: int
-    """How many positions attention reads. Those after the place are masked."""
+    """How many positions attention reads. Those after `position_1` are masked."""
 
 
 STEP = 1024  # Memory grows in steps of this many tokens, so that a conversation seldom needs new memory.
@@ -90,7 +90,7 @@ class LayerCache:
             self._buffers = self._zeros(key_BKLE), self._zeros(value_BKLE)
         if self.slot is not None:
             for buffer, new in zip(self._buffers, (key_BKLE, value_BKLE), strict=True):
-                buffer.index_copy_(2, self.slot.place_1, new)
+                buffer.index_copy_(2, self.slot.position_1, new)
             return self._until(self.slot.span)
         self.grow()
         end = self.length + key_BKLE.shape[2]
@@ -109,7 +109,9 @@ class LayerCache:
         assert self.slot is not None
         if self._buffers is None:
             self._buffers = self._zeros(key_BK1E), self._zeros(value_BK1E)
-        query_BH1E = rotated_into_cache(query_BH1E, key_BK1E, value_BK1E, rotation, *self._buffers, self.slot.place_1)
+        query_BH1E = rotated_into_cache(
+            query_BH1E, key_BK1E, value_BK1E, rotation, *self._buffers, self.slot.position_1
+        )
         return query_BH1E, *self._until(self.slot.span)
 
     def grow(self) -> None:

@@ -42,24 +42,26 @@ class LanguageModel(nn.Module):
     embed: nn.Embedding | None
     head: Linear | None
 
-    def __init__(self, config: ModelConfig, part: StageSpec | None = None) -> None:
+    def __init__(self, config: ModelConfig, stage_spec: StageSpec | None = None) -> None:
         super().__init__()
         self.config, self.blocks = config, config.blocks
         blocks = self.blocks
-        self.part = part or StageSpec(range(config.layers))
+        self.stage_spec = stage_spec or StageSpec(range(config.layers))
         self.dtype = torch.float32
         self.mask_of: Callable[[Tensor], Tensor] = within_documents
         self.vocabulary = VocabHead()
         self.loss: Callable[..., Tensor] = linear_cross_entropy
         self.embed_dropout = Dropout(config.dropout)
-        self.embed = nn.Embedding(config.padded_vocab, config.hidden) if self.part.first else None
+        self.embed = nn.Embedding(config.padded_vocab, config.hidden) if self.stage_spec.first else None
         drops = config.dropout, config.attention_dropout
         self.layers = nn.ModuleDict(
-            {str(number): TransformerLayer(blocks.layers[number], *drops) for number in self.part.layers}
+            {str(number): TransformerLayer(blocks.layers[number], *drops) for number in self.stage_spec.layers}
         )
-        self.norm = norm_of(blocks.norm) if self.part.last else None
-        self.head = Linear(config.hidden, config.padded_vocab, bias=False) if self.part.last else None
-        self.positions = nn.Embedding(blocks.positions, config.hidden) if blocks.positions and self.part.first else None
+        self.norm = norm_of(blocks.norm) if self.stage_spec.last else None
+        self.head = Linear(config.hidden, config.padded_vocab, bias=False) if self.stage_spec.last else None
+        self.positions = (
+            nn.Embedding(blocks.positions, config.hidden) if blocks.positions and self.stage_spec.first else None
+        )
         self.tie()
 
     def rotations(self, position_ids_BL: Tensor) -> dict[Rope | None, Rotation]:
@@ -97,13 +99,13 @@ class LanguageModel(nn.Module):
             batch = Batch(batch if x_BLD is None else batch.new_empty(batch.shape[:2], dtype=torch.long))
         position_ids_BL = batch.position_ids_BL
         if position_ids_BL is None and cache is not None and cache.slot is not None:
-            position_ids_BL = cache.slot.place_1[None]
+            position_ids_BL = cache.slot.position_1[None]
         elif position_ids_BL is None:
             seen = 0 if cache is None else cache.length
             position_ids_BL = torch.arange(seen, seen + batch.tokens_BL.shape[1], device=batch.tokens_BL.device)[None]
         inputs, rotations = self._layer_inputs(batch, position_ids_BL), self.rotations(position_ids_BL)
         if cache is not None and cache.slot is not None:
-            inputs = inputs._replace(mask=KeysUpTo(cache.slot.place_1))
+            inputs = inputs._replace(mask=KeysUpTo(cache.slot.position_1))
         if self.embed is not None:
             x_BLD = self.embedded(batch.tokens_BL, position_ids_BL).to(self.dtype)
             x_BLD = self.embed_dropout(x_BLD, inputs.sample_ids_B, inputs.row_positions_BL)

@@ -65,7 +65,7 @@ class Linear(nn.Linear):
     """A linear layer in the dtype of its input. Replace `product` to use another arithmetic."""
 
     product: Callable[[Tensor, Tensor, Tensor | None], Tensor] = staticmethod(product)
-    part = (0, 0, 1)
+    shard = (0, 0, 1)
     """Dimension, index and number of shards, if this process holds one of several equal shards of the weight."""
 
     def forward(self, x: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from steelyard.model.attention import CuSeqlens, Scoring, attend_capped, dense_mask, near_mask
+from steelyard.model.attention import CuSeqlens, Scoring, attend_capped, causal_window_mask, dense_mask
 from steelyard.model.attention import attend as attend_plainly
 
 BLOCK = 128  # tokens of a block of the mask
@@ -36,7 +36,7 @@ def attend(
     if is_dense or not has_window_kernels(query_BHLE.shape[-1]):
         if isinstance(mask, CuSeqlens):
             mask = dense_mask(mask, len(query_BHLE), length)
-        near = near_mask(length, seen, scoring.window or seen, query_BHLE.device)
+        near = causal_window_mask(length, seen, scoring.window or seen, query_BHLE.device)
         return attend_capped(query_BHLE, key_BKLE, value_BKLE, near if mask is None else mask & near, scoring)
     assert not isinstance(mask, Tensor)
     if scoring.softcap is None:
@@ -51,8 +51,8 @@ def _flash(q_BHLE: Tensor, k_BKLE: Tensor, v_BKLE: Tensor, documents: CuSeqlens 
     query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (q_BHLE, k_BKLE, v_BKLE))
     assert scoring.window is not None
     attn_out_THE: Tensor = torch.ops.aten._flash_attention_forward(
-        query, key, value, of_queries.places, of_keys.places, of_queries.longest, of_keys.longest, 0.0, True, False,
-        scale=scoring.scale, window_size_left=scoring.window - 1, window_size_right=0,
+        query, key, value, of_queries.offsets, of_keys.offsets, of_queries.max_seqlen, of_keys.max_seqlen, 0.0, True,
+        False, scale=scoring.scale, window_size_left=scoring.window - 1, window_size_right=0,
     )[0]  # fmt: skip
     attn_out_BLHE: Tensor = attn_out_THE.unflatten(0, (rows, length))
     return attn_out_BLHE.transpose(1, 2)
@@ -67,7 +67,7 @@ def _flex(q_BHLE: Tensor, k_BKLE: Tensor, v_BKLE: Tensor, documents: CuSeqlens |
     document_BL, before = None, seen - length
     if documents is not None:
         tokens = torch.arange(rows * length, dtype=torch.int32, device=q_BHLE.device)
-        document_BL = torch.searchsorted(documents.places, tokens, right=True).view(rows, length)
+        document_BL = torch.searchsorted(documents.offsets, tokens, right=True).view(rows, length)
     window = scoring.window or seen
     assert scoring.softcap is not None
     # A tensor, since flex_attention refuses a number that differs between models in one process.

@@ -49,7 +49,7 @@ LONGEST, KEPT = 500, 500
 MOST_LINES = 12  # of one error
 
 
-class Complaints:
+class ErrorScan:
     """Scans one growing log and keeps its errors with their byte offsets."""
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class Complaints:
         self._last: deque[tuple[int, str]] = deque(maxlen=KEPT)
         self.count = 0
         """Total number of errors, including dropped ones."""
-        self.looked = 0
+        self.scanned_to = 0
         """File offset at which the last scan ended."""
         self._in_ignored = False
         self._is_announced = False
@@ -71,9 +71,9 @@ class Complaints:
         """The kept errors, in file order."""
         return [*self._first, *self._last]
 
-    def look(self, chunk: bytes, begins: int = 0) -> None:
+    def scan(self, chunk: bytes, begins: int = 0) -> None:
         """Scan new complete lines; `begins` is the file offset of the first."""
-        at, self.looked = 0, begins + len(chunk)
+        at, self.scanned_to = 0, begins + len(chunk)
         for start, end in _suspects(chunk):
             # Lines after a traceback header belong to it, whether they contain a sign or not.
             while self._is_inside and at < start:

@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
-from steelyard.observe.error_scan import Complaints, clean
+from steelyard.observe.error_scan import ErrorScan, clean
 from steelyard.observe.tail import Tail, records
 
 KEPT_SAMPLES, KEPT_LINES = 60, 12
@@ -23,11 +23,11 @@ class HostLog:
     """
 
     tail: Tail
-    complaints: Complaints | None
-    complained: float = 0.0
+    error_scan: ErrorScan | None
+    last_error_at: float = 0.0
     """Upper bound of the time of the last error: the mtime of the file when the error was read."""
     raw: deque[bytes] = field(default_factory=lambda: deque(maxlen=KEPT_LINES))
-    _earlier: Complaints = field(default_factory=Complaints)
+    _earlier: ErrorScan = field(default_factory=ErrorScan)
 
     def refresh(self) -> int:
         """Read new data; returns the number of new bytes."""
@@ -35,34 +35,34 @@ class HostLog:
         if is_new:
             self.raw.clear()
             self._earlier.forget()
-            if self.complaints is not None:
-                self.complaints.forget()
+            if self.error_scan is not None:
+                self.error_scan.forget()
         self.raw.extend(line for line in new.rsplit(b"\n", KEPT_LINES + 1)[-KEPT_LINES - 1 : -1] if line.strip())
-        if self.complaints is not None and new:
-            before = self.complaints.count
-            self.complaints.look(new, self.tail.begins)
-            if self.complaints.count > before:
-                self.complained = self.tail.changed or 0.0
+        if self.error_scan is not None and new:
+            before = self.error_scan.count
+            self.error_scan.scan(new, self.tail.begins)
+            if self.error_scan.count > before:
+                self.last_error_at = self.tail.changed or 0.0
         return len(new)
 
     def errors(self, since: int) -> list[tuple[int, str]]:
         """The errors from file offset `since` on, with their offsets, in order."""
-        recent = self.complaints.found if self.complaints is not None else []
+        recent = self.error_scan.found if self.error_scan is not None else []
         return [each for each in sorted([*self._earlier.found, *recent]) if each[0] >= since]
 
     def unread(self, since: int) -> int:
         """Number of bytes from file offset `since` on that were not scanned."""
-        return 0 if self.complaints is None else sum(max(0, end - max(begin, since)) for begin, end in self.tail.gaps)
+        return 0 if self.error_scan is None else sum(max(0, end - max(begin, since)) for begin, end in self.tail.gaps)
 
     def catch_up(self, since: int, most: int) -> int:
         """Scan at most `most` of the skipped bytes from offset `since` on; returns the number of scanned bytes."""
         chunk, begins = self.tail.fill(since, most)
-        if begins != self._earlier.looked:
+        if begins != self._earlier.scanned_to:
             self._earlier.begin_anew()  # Another gap: a traceback of the last one does not continue here.
         before = self._earlier.count
-        self._earlier.look(chunk, begins)
-        if self._earlier.count > before and not self.complained:
-            self.complained = self.tail.changed or 0.0
+        self._earlier.scan(chunk, begins)
+        if self._earlier.count > before and not self.last_error_at:
+            self.last_error_at = self.tail.changed or 0.0
         return len(chunk)
 
     def last(self, number: int) -> list[str]:

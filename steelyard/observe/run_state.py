@@ -21,11 +21,11 @@ from steelyard.core.run import LOCK, MANIFEST, METRICS, RECIPE
 from steelyard.launch import backends, heartbeat
 from steelyard.launch.backends import ENDED, WAITING, JobState
 from steelyard.launch.elastic_job import ATTEMPTS
-from steelyard.observe.error_scan import Complaints
+from steelyard.observe.error_scan import ErrorScan
 from steelyard.observe.host_logs import GpuSamples, HostLog, is_number
 from steelyard.observe.run_files import listed
 from steelyard.observe.step_times import StepTimes
-from steelyard.observe.tail import Small, Tail, records
+from steelyard.observe.tail import CachedJson, Tail, records
 
 LAUNCH, SCHEDULER, HOSTS, LOGS = "launch.json", "scheduler.jsonl", "hosts", "logs"
 LAUNCHED = "launch"  # folder with the submitted recipe
@@ -66,8 +66,8 @@ class RunState:
         """When the node agent of each host was last alive, unless it has ended (`launch/heartbeat.py`)."""
         self.is_held = False
         self.disk: tuple[int, int] | None = None
-        self._manifest, self._launch = Small(path / MANIFEST), Small(path / LAUNCH)
-        self._hosts: dict[str, Small] = {}
+        self._manifest, self._launch = CachedJson(path / MANIFEST), CachedJson(path / LAUNCH)
+        self._hosts: dict[str, CachedJson] = {}
         self._metrics = Tail(path / METRICS, FIRST_METRICS, MOST_METRICS)
         self._scheduler = Tail(path / SCHEDULER, MOST_METRICS, MOST_METRICS)
         self._attempts = Tail(path / ATTEMPTS, MOST_METRICS, MOST_METRICS)
@@ -162,15 +162,15 @@ class RunState:
 
     @property
     def began(self) -> float | None:
-        """When the ranks of this attempt met; before that, when the job last started, or else the run."""
+        """When the ranks of this attempt connected; before that, when the job last started, or else the run."""
         clocks: list[float] = [host["clock"] for host in self.hosts.values() if is_number(host.get("clock"))]
         started = self.job_started
         known = [*([] if started is None else [started]), *([median_low(clocks)] if clocks else [])]
         return max(known) if known else seconds_of(self.manifest.get("started"))
 
     @property
-    def has_met(self) -> bool:
-        """Whether the ranks of this attempt have met: the files of an earlier one stay until then."""
+    def is_initialized(self) -> bool:
+        """Whether the ranks of this attempt have connected: the files of an earlier one stay until then."""
         clocks = [host["clock"] for host in self.hosts.values() if is_number(host.get("clock"))]
         return bool(clocks) and max(clocks) >= (self.job_started or 0.0)
 
@@ -184,8 +184,8 @@ class RunState:
         return float(last) + (writer.behind if writer is not None and self.is_live else 0.0)
 
     def errors_of(self, host: str) -> list[tuple[int, str]]:
-        """Errors of a host since its ranks met, with offsets. Earlier ones may be from an earlier attempt."""
-        return self.err[host].errors(self._met(host))
+        """Errors of a host since its ranks connected, with offsets. Earlier ones may be from an earlier attempt."""
+        return self.err[host].errors(self._log_start(host))
 
     def written(self, host: str, place: int) -> float:
         """Upper bound of the time at which offset `place` of a host's error log was written.
@@ -195,8 +195,8 @@ class RunState:
         log, samples = self.err[host], self.devices.get(host)
         sampled = None if samples is None else samples.when_logged(place)
         if samples is None or sampled is None:
-            return log.complained
-        return min(sampled + (samples.behind if self.is_live else 0.0), log.complained)
+            return log.last_error_at
+        return min(sampled + (samples.behind if self.is_live else 0.0), log.last_error_at)
 
     def search(self, seconds: float) -> RunState:
         """Scan skipped parts of the error logs, from the beginning, for at most `seconds`."""
@@ -207,18 +207,18 @@ class RunState:
 
     def _search(self, most: int) -> int:
         """Scan at most `most` skipped bytes of all hosts; returns the number of scanned bytes."""
-        behind = [host for host, log in self.err.items() if log.unread(self._met(host))]
+        behind = [host for host, log in self.err.items() if log.unread(self._log_start(host))]
         share = max(LEAST_ERRORS, most // max(1, len(behind)))
-        return sum(self.err[host].catch_up(self._met(host), share) for host in behind)
+        return sum(self.err[host].catch_up(self._log_start(host), share) for host in behind)
 
-    def _met(self, host: str) -> int:
-        """Size of a host's error log when its ranks met."""
-        met = self.hosts.get(host, {}).get("logged", 0)
-        return int(met) if is_number(met) and met <= self.err[host].tail.offset else 0
+    def _log_start(self, host: str) -> int:
+        """Size of a host's error log when its ranks connected."""
+        size = self.hosts.get(host, {}).get("logged", 0)
+        return int(size) if is_number(size) and size <= self.err[host].tail.offset else 0
 
     def unread(self, host: str) -> int:
         """Bytes of a host's error log, from this attempt, that were not scanned yet."""
-        return self.err[host].unread(self._met(host)) if host in self.err else 0
+        return self.err[host].unread(self._log_start(host)) if host in self.err else 0
 
     def host_of(self, rank: int) -> str | None:
         """The host of a rank."""
@@ -237,7 +237,7 @@ class RunState:
 
     def _refresh_hosts(self) -> None:
         paths = {path.stem: path for path in listed(self.path / HOSTS, ".json")}
-        self._hosts = {name: self._hosts.get(name) or Small(path) for name, path in paths.items()}
+        self._hosts = {name: self._hosts.get(name) or CachedJson(path) for name, path in paths.items()}
         self.hosts = {name: _host(value) for name, small in sorted(self._hosts.items()) if (value := small.read())}
 
     def _refresh_logs(self) -> None:
@@ -255,7 +255,7 @@ class RunState:
             elif kind in (".err", ".log") and host not in self.err:
                 first = max(LEAST_ERRORS, min(FIRST_ERRORS // share, FIRST_OF_ONE))
                 most = max(LEAST_ERRORS, MOST_ERRORS // share)
-                self.err[host] = HostLog(Tail(path, first, most), Complaints())
+                self.err[host] = HostLog(Tail(path, first, most), ErrorScan())
             elif kind == ".out" and host not in self.out:
                 self.out[host] = HostLog(Tail(path, FIRST_LINES, MOST_LINES), None)
         for log in self.out.values():

@@ -33,7 +33,7 @@ def summary(state: RunState) -> dict[str, Any]:
     shown = {
         "name": _text(state.path.resolve().name),
         "state": _text(_state(state)),
-        "verdict": told_of(verdicts[0], state),
+        "verdict": verdict_view(verdicts[0], state),
         "progress": _progress(state),
         "loss": _plain(state.trained[-1].get("loss")) if state.trained else None,
     }
@@ -51,7 +51,7 @@ def view(state: RunState) -> dict[str, Any]:
         "state": _text(_state(state)),
         "ended": has_ended(state),
         "exit_code": exit_code(verdicts),
-        "verdicts": [told_of(verdict, state) for verdict in verdicts],
+        "verdicts": [verdict_view(verdict, state) for verdict in verdicts],
         "scheduler": [_plain(record) for record in state.jobs.values()],
         "backend": _text(str(state.launch.get("backend") or state.manifest.get("launcher") or "")),
         "configuration": _configuration(state),
@@ -76,7 +76,7 @@ def curves_view(state: RunState, curves: RunCurves, verdicts: list[dict[str, Any
     data = curves.refresh().data(predicts_tokens=tuned is None or tuned.dpo is None)
     if verdicts is None:
         worst, step = judge(state)[0], state.metrics[-1]["step"] if state.metrics else None
-        verdicts = [] if worst.level == "ok" else [told_of(worst, state) | {"step": step, "time": None}]
+        verdicts = [] if worst.level == "ok" else [verdict_view(worst, state) | {"step": step, "time": None}]
     found = markers(state, attempts_view(state), verdicts)
     for marker in found:
         marker["time"] = curves.seconds(marker["time"]) if marker["time"] is not None else None
@@ -97,7 +97,7 @@ def _state(state: RunState) -> str:
     return known or "submitted"
 
 
-def told_of(verdict: Verdict, state: RunState) -> dict[str, str]:
+def verdict_view(verdict: Verdict, state: RunState) -> dict[str, str]:
     """The verdict with `RUN` replaced by the run's path, quoted for a shell, so that commands can be copied."""
     shown = {key: "\n".join(map(_text, value.split("\n")[:SHOWN_MESSAGE])) for key, value in asdict(verdict).items()}
     return shown | {"what_to_do": shown["what_to_do"].replace(" RUN", f" {shlex.quote(_text(str(state.path)))}")}

@@ -13,20 +13,20 @@ from steelyard.observe.run_state import LAUNCH, RunState
 SECONDS_BETWEEN = 10.0
 
 
-class Asking:
+class SchedulerPoll:
     """Polls for one run. A scheduler that does not answer is warned about once; the run folder is still shown."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._asked: float | None = None
+        self._polled: float | None = None
         self._has_warned = False
 
-    def ask(self, state: RunState) -> None:
+    def update(self, state: RunState) -> None:
         """Poll if it is due. Records that cannot be written, as in a read-only folder, go to `state.unwritten`."""
         now = time.monotonic()
-        if self._asked is not None and now - self._asked < SECONDS_BETWEEN:
+        if self._polled is not None and now - self._polled < SECONDS_BETWEEN:
             return
-        self._asked = now
+        self._polled = now
         if not (self.path / LAUNCH).is_file():
             return
         try:

@@ -17,7 +17,7 @@ from steelyard.observe.report.recipe_section import differences
 from steelyard.observe.run_curves import RunCurves
 from steelyard.observe.run_state import RunState
 from steelyard.observe.run_view import curves_view, summary, view
-from steelyard.observe.scheduler_poll import Asking
+from steelyard.observe.scheduler_poll import SchedulerPoll
 from steelyard.observe.verdict import has_ended
 
 SECONDS_FRESH = 1.5  # A run is refreshed no more often than this, for any number of browsers.
@@ -29,12 +29,12 @@ MOST_COMPARED = 8
 Answer = dict[str, Any]
 
 
-class Followed:
+class ServedRun:
     """One run, refreshed on request if its cached answer is too old."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.state, self.asking, self.lock = RunState(path), Asking(path), threading.Lock()
+        self.state, self.poll, self.lock = RunState(path), SchedulerPoll(path), threading.Lock()
         self.curves = RunCurves(path, MOST_POINTS)
         self.changes: list[Answer] = []
         """Verdicts that differ from the one before, since this server first saw the run."""
@@ -69,7 +69,7 @@ class Followed:
                 return known
             # Most of hundreds of runs have ended, and polling the scheduler for each of them would take minutes.
             if not has_ended(self.state.refresh()):
-                self.asking.ask(self.state)
+                self.poll.update(self.state)
                 self.state.refresh()
             answer = make(self.state)
             self._remember(answer.get("verdict") or next(iter(answer.get("verdicts", [])), None))
@@ -92,15 +92,15 @@ class Runs:
     def __init__(self, folder: Path) -> None:
         self.folder = folder  # as given, so that a command in a hint can be copied to where the server was started
         self._lock = threading.Lock()
-        self._found: dict[str, Followed] = {}
+        self._found: dict[str, ServedRun] = {}
         self._looked = float("-inf")
 
-    def found(self) -> dict[str, Followed]:
+    def found(self) -> dict[str, ServedRun]:
         """The runs by their path relative to the folder, which is their only id."""
         with self._lock:
             if time.monotonic() - self._looked > SECONDS_LISTED:
                 paths = {_name(path.relative_to(self.folder)): path for path in find_runs.below(self.folder)}
-                self._found = {name: self._found.get(name) or Followed(path) for name, path in paths.items()}
+                self._found = {name: self._found.get(name) or ServedRun(path) for name, path in paths.items()}
                 self._looked = time.monotonic()
             return self._found
 

@@ -103,7 +103,7 @@ def records(lines: list[bytes]) -> Iterator[dict[str, Any]]:
                 yield record
 
 
-class Small:
+class CachedJson:
     """A small JSON file, read again only after it changed."""
 
     def __init__(self, path: Path) -> None:

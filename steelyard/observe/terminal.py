@@ -18,7 +18,7 @@ from steelyard.core import units
 from steelyard.observe.notify import Notifier
 from steelyard.observe.run_state import PATIENCE, RunState, span_of
 from steelyard.observe.run_view import view
-from steelyard.observe.scheduler_poll import Asking
+from steelyard.observe.scheduler_poll import SchedulerPoll
 
 COLOURS = {"ok": "green", "waiting": "cyan", "warning": "yellow", "wrong": "bold red"}
 SECONDS_BETWEEN_LINES = 30.0
@@ -28,7 +28,7 @@ INDENT = 9  # of a verdict's message, after its level
 
 
 @dataclass(frozen=True)
-class Watching:
+class WatchOptions:
     """What to watch, and how."""
 
     path: Path
@@ -38,19 +38,19 @@ class Watching:
     """Whether to call `log.on_verdict`."""
 
 
-def once(watching: Watching) -> dict[str, Any]:
+def once(options: WatchOptions) -> dict[str, Any]:
     """Poll the scheduler, and return the view of a run."""
-    return next(looks(watching))
+    return next(views(options))
 
 
-def looks(watching: Watching) -> Iterator[dict[str, Any]]:
+def views(options: WatchOptions) -> Iterator[dict[str, Any]]:
     """Yield the view of a run every few seconds until it has ended."""
-    path, seconds = watching.path, watching.seconds
-    state, asking, notifier = RunState(path, watching.patience), Asking(path), Notifier(path)
+    path, seconds = options.path, options.seconds
+    state, poll, notifier = RunState(path, options.patience), SchedulerPoll(path), Notifier(path)
     while True:
-        asking.ask(state)
+        poll.update(state)
         seen = view(state.refresh())
-        if watching.notifies:
+        if options.notifies:
             notifier.notify(state.recipe or state.submitted, seen)
         yield seen
         if seen["ended"]:
@@ -58,7 +58,7 @@ def looks(watching: Watching) -> Iterator[dict[str, Any]]:
         time.sleep(seconds)
 
 
-def live(watching: Watching) -> int:
+def live(options: WatchOptions) -> int:
     """Show the page on a terminal until the run has ended. Returns the exit code."""
     from rich.console import Console, Group
     from rich.live import Live
@@ -67,7 +67,7 @@ def live(watching: Watching) -> int:
     console = Console()
     seen: dict[str, Any] = {}
     with Live(console=console, auto_refresh=False, vertical_overflow="crop", redirect_stderr=False) as page:
-        for seen in looks(watching):
+        for seen in views(options):
             room = max(10, console.height - 1)
             shown = fitted(rendered(seen), console.width)
             lines = [Text(line, style=style, no_wrap=True, overflow="ellipsis") for line, style in shown]
@@ -75,12 +75,12 @@ def live(watching: Watching) -> int:
     return int(seen["exit_code"])
 
 
-def follow(watching: Watching) -> int:
+def follow(options: WatchOptions) -> int:
     """Print a line when the verdict changes, and the progress regularly, until the run has ended."""
     shown: list[dict[str, str]] = []
     last_line = -SECONDS_BETWEEN_LINES
     seen: dict[str, Any] = {}
-    for seen in looks(watching):
+    for seen in views(options):
         kinds = [verdict for verdict in seen["verdicts"] if (verdict["kind"], verdict["level"]) not in _kinds(shown)]
         now = time.monotonic()
         if kinds or now - last_line >= SECONDS_BETWEEN_LINES:

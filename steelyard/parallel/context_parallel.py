@@ -25,7 +25,7 @@ from steelyard.parallel.mesh import MeshAxis
 
 def split(model: LanguageModel, axis: MeshAxis) -> None:
     """Replace the attention of a model by attention across the ranks of an axis."""
-    across = AttentionAcross(axis)
+    across = ContextParallelAttention(axis)
     model.mask_of = across.mask_of
     for layer in model.layers.values():
         attention: Any = layer.attention
@@ -41,13 +41,13 @@ def _summed(counts: Tensor, axis: MeshAxis) -> Tensor:
     return counts
 
 
-def places(length: int, axis: MeshAxis) -> Tensor:
+def positions_of(length: int, axis: MeshAxis) -> Tensor:
     """The positions in a sequence of `length` that this rank holds."""
     chunks = torch.arange(length).chunk(2 * axis.size)
     return torch.cat([chunks[axis.index], chunks[2 * axis.size - 1 - axis.index]])
 
 
-class AttentionAcross:
+class ContextParallelAttention:
     """Causal attention of this rank's two chunks to the whole sequence up to each of them."""
 
     def __init__(self, axis: MeshAxis) -> None:
@@ -72,7 +72,7 @@ class AttentionAcross:
     def mask_of(self, documents_BL: Tensor) -> Tensor:
         """True where a token of this rank may attend, given the documents of the whole row: (B, 1, part, L)."""
         whole = torch.arange(documents_BL.shape[1], device=documents_BL.device)
-        here = places(documents_BL.shape[1], self.axis).to(documents_BL.device)
+        here = positions_of(documents_BL.shape[1], self.axis).to(documents_BL.device)
         same = documents_BL[:, here, None] == documents_BL[:, None, :]
         return (same & (here[:, None] >= whole))[:, None]
 

@@ -18,24 +18,24 @@ from torch import Tensor, nn
 from steelyard.model import LanguageModel
 from steelyard.model.experts import ExpertLinear, Experts, permuted, sorted_slots
 from steelyard.parallel.mesh import MeshAxis
-from steelyard.parallel.tensor_parallel import ADAPTER_IN, ADAPTER_OUT, BESIDE_WEIGHT, Cut, shard_param
+from steelyard.parallel.tensor_parallel import ADAPTER_IN, ADAPTER_OUT, BESIDE_WEIGHT, ShardSpec, shard_param
 
 
-def split(model: LanguageModel, axis: MeshAxis) -> dict[str, Cut]:
+def split(model: LanguageModel, axis: MeshAxis) -> dict[str, ShardSpec]:
     """Shard the experts of a model over the ranks of an axis, and return the sharded parameters by name."""
-    cuts: dict[str, Cut] = {}
+    specs: dict[str, ShardSpec] = {}
     for path, module in model.named_modules():
         if isinstance(module, Experts):
-            module.exchange = ExpertExchange(axis)
+            module.exchange = ExpertDispatcher(axis)
         elif isinstance(module, ExpertLinear):
-            module.expert_part = (axis.index, axis.size)
+            module.expert_shard = (axis.index, axis.size)
             for parameter in ("weight", *BESIDE_WEIGHT, ADAPTER_IN, ADAPTER_OUT):
                 if hasattr(module, parameter):
-                    shard_param(module, parameter, 0, f"{path}.{parameter}", axis, cuts)
-    return cuts
+                    shard_param(module, parameter, 0, f"{path}.{parameter}", axis, specs)
+    return specs
 
 
-class ExpertExchange:
+class ExpertDispatcher:
     """Computes slots on the ranks that hold their experts."""
 
     def __init__(self, axis: MeshAxis) -> None:

@@ -19,7 +19,7 @@ from steelyard.model.experts import Experts
 from steelyard.parallel.mesh import Mesh
 
 
-def materialise(
+def materialize(
     model: LanguageModel, device: torch.device, mesh: Mesh, zero: int, gradients: torch.dtype = torch.float32
 ) -> None:
     """Allocate and shard a model layer by layer, so that no rank holds more than one unsharded layer.
@@ -31,20 +31,20 @@ def materialise(
         layer.to_empty(device=device)
         for buffer in layer.buffers():
             buffer.zero_()
-        if mesh.sharding.mesh is not None:
+        if mesh.fsdp.mesh is not None:
             _shard_layer(layer, model.dtype, mesh, zero, own, gradients)
     for name, child in model.named_children():
         if name != "layers":
             child.to_empty(device=device)
     model.tie()
-    if mesh.sharding.mesh is None:
+    if mesh.fsdp.mesh is None:
         if model.embed is not None and model.head is not None and model.embed.weight is model.head.weight:
             # The gradient of the embedding rows is added to the head's gradient without a dense matrix of zeros. Not
             # to a gradient in 16 bits, as under FSDP: each addition would be rounded.
             model.embed.sparse = gradients == torch.float32
     elif next(model.parameters(), None) is not None:
         whole = {parameter for layer in model.layers.values() for parameter in _whole_params(layer, mesh)}
-        _shard(model, model.dtype, mesh.sharding.mesh, zero, whole, gradients)
+        _shard(model, model.dtype, mesh.fsdp.mesh, zero, whole, gradients)
     if gradients != torch.float32:
         _store_gradients(model, gradients)
 
@@ -70,11 +70,11 @@ def _shard_layer(
     layer: nn.Module, dtype: torch.dtype, mesh: Mesh, zero: int, own: bool, gradients: torch.dtype
 ) -> None:
     """Shard a layer; if the expert axis splits its experts, they are sharded over other ranks than the rest."""
-    assert mesh.sharding.mesh is not None
+    assert mesh.fsdp.mesh is not None
     mlp = layer.get_submodule("mlp")
-    if own and isinstance(mlp, Experts) and mesh.expert_sharding.mesh is not None:
-        _shard(mlp.experts, dtype, mesh.expert_sharding.mesh, zero, set(), gradients)
-    _shard(layer, dtype, mesh.sharding.mesh, zero, _whole_params(layer, mesh), gradients)
+    if own and isinstance(mlp, Experts) and mesh.expert_fsdp.mesh is not None:
+        _shard(mlp.experts, dtype, mesh.expert_fsdp.mesh, zero, set(), gradients)
+    _shard(layer, dtype, mesh.fsdp.mesh, zero, _whole_params(layer, mesh), gradients)
 
 
 def _whole_params(layer: nn.Module, mesh: Mesh) -> set[nn.Parameter]:
@@ -83,7 +83,7 @@ def _whole_params(layer: nn.Module, mesh: Mesh) -> set[nn.Parameter]:
     if not isinstance(mlp, Experts):
         return set()
     whole = set() if mlp.router.balance is None else {mlp.router.balance}
-    if mesh.expert.size > 1 and mesh.expert_sharding.mesh is None:
+    if mesh.expert.size > 1 and mesh.expert_fsdp.mesh is None:
         whole |= set(mlp.experts.parameters())
     return whole
 

@@ -31,7 +31,7 @@ class MeshAxis:
 
 
 @dataclass(frozen=True)
-class Sharding:
+class FsdpMesh:
     """The ranks along data and context that FSDP shards parameters over."""
 
     mesh: DeviceMesh | None = None
@@ -60,8 +60,8 @@ class Mesh:
     expert: MeshAxis
     stage: MeshAxis
     """The ranks with this rank's pipeline index, which hold the shards of the same parameters."""
-    sharding: Sharding
-    expert_sharding: Sharding
+    fsdp: FsdpMesh
+    expert_fsdp: FsdpMesh
     """Of the parameters that the expert axis splits."""
     ends: dist.ProcessGroup | None
     """First and last pipeline rank with this rank's other indices, for a head tied to the embedding."""
@@ -70,7 +70,7 @@ class Mesh:
 def alone() -> Mesh:
     """The mesh of a single process."""
     one = MeshAxis(0, 1, None)
-    return Mesh(one, one, one, one, one, one, one, Sharding(), Sharding(), None)
+    return Mesh(one, one, one, one, one, one, one, FsdpMesh(), FsdpMesh(), None)
 
 
 def make(parallel: ParallelSection, device_type: str) -> Mesh:
@@ -88,18 +88,18 @@ def make(parallel: ParallelSection, device_type: str) -> Mesh:
     columns = data * parallel.context
     replicate = columns if parallel.zero == 0 else parallel.replicate
     shard = columns // replicate
-    sharding = expert_sharding = Sharding()
+    fsdp = expert_fsdp = FsdpMesh()
     expert = MeshAxis(0, 1, None)
     if columns > 1:
-        sharding = _sharding(device_type, parallel, replicate, shard, 1)[0]
-        expert_sharding = sharding
+        fsdp = _fsdp_mesh(device_type, parallel, replicate, shard, 1)[0]
+        expert_fsdp = fsdp
     if parallel.expert > 1:
         _refuse_experts(parallel, columns if parallel.zero == 0 else shard)
         if parallel.zero == 0:
             replicate //= parallel.expert
         else:
             shard //= parallel.expert
-        expert_sharding, expert = _sharding(device_type, parallel, replicate, shard, parallel.expert)
+        expert_fsdp, expert = _fsdp_mesh(device_type, parallel, replicate, shard, parallel.expert)
     all_ranks = stage = MeshAxis(dist.get_rank(), world, dist.group.WORLD)
     ends = None
     if parallel.pipeline > 1:
@@ -109,22 +109,22 @@ def make(parallel: ParallelSection, device_type: str) -> Mesh:
         stages = [list(range(first, first + width)) for first in range(0, world, width)]
         stage = MeshAxis(dist.get_rank() % width, width, dist.new_subgroups_by_enumeration(stages)[0])
     return Mesh(
-        **axes, world=all_ranks, expert=expert, stage=stage, sharding=sharding, expert_sharding=expert_sharding,
+        **axes, world=all_ranks, expert=expert, stage=stage, fsdp=fsdp, expert_fsdp=expert_fsdp,
         ends=ends,
     )  # fmt: skip
 
 
-def _sharding(
+def _fsdp_mesh(
     device_type: str, parallel: ParallelSection, replicate: int, shard: int, expert: int
-) -> tuple[Sharding, MeshAxis]:
-    """The sharding of parameters that every `expert`-th rank holds, and the expert axis."""
+) -> tuple[FsdpMesh, MeshAxis]:
+    """The FSDP mesh of parameters that every `expert`-th rank holds, and the expert axis."""
     sizes = (parallel.pipeline, replicate, shard, expert, parallel.tensor)
     mesh = init_device_mesh(device_type, sizes, mesh_dim_names=("pipeline", "replicate", "shard", "expert", "tensor"))
     axis = MeshAxis(mesh.get_local_rank("expert"), expert, mesh.get_group("expert"))
     if replicate * shard == 1:
-        return Sharding(), axis
+        return FsdpMesh(), axis
     part = mesh["shard"] if replicate == 1 else mesh["replicate", "shard"]
-    return Sharding(part, replicate, shard, mesh.get_local_rank("shard")), axis
+    return FsdpMesh(part, replicate, shard, mesh.get_local_rank("shard")), axis
 
 
 def _refuse_experts(parallel: ParallelSection, ranks: int) -> None:

@@ -13,8 +13,8 @@ from steelyard.core.recipe import Recipe
 from steelyard.model import LanguageModel
 from steelyard.parallel import activation_checkpoint, context_parallel, expert_parallel, fsdp, tensor_parallel
 from steelyard.parallel.mesh import Mesh
-from steelyard.parallel.param_shards import ParamShard, parts_of
-from steelyard.parallel.pipeline_parallel import Pipeline, slices
+from steelyard.parallel.param_shards import ParamShard, param_shards_of
+from steelyard.parallel.pipeline_parallel import Pipeline, stage_specs
 from steelyard.sizes.stage_layers import partition_of
 
 
@@ -26,11 +26,11 @@ def compile_options(recipe: Recipe) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Assembly:
+class ParallelModel:
     """A rank's part of a model, allocated; its weights are not initialized yet."""
 
     stages: dict[int, LanguageModel]
-    parts: list[ParamShard]
+    param_shards: list[ParamShard]
     pipeline: Pipeline | None
 
     @property
@@ -40,28 +40,28 @@ class Assembly:
         return next(iter(self.stages.values()))
 
 
-def assemble(
+def parallelize(
     recipe: Recipe,
     mesh: Mesh,
     device: torch.device,
     dtype: torch.dtype,
     compiled: bool,
     transform: Callable[[LanguageModel], None] | None = None,
-) -> Assembly:
+) -> ParallelModel:
     """Build this rank's part. `transform` may change the model before it is split, on the meta device."""
     parallel = recipe.parallel
     by_sequence = parallel.sequence_parallel and mesh.tensor.size > 1
     stages: dict[int, LanguageModel] = {}
-    parts: list[ParamShard] = []
-    for number, part in slices(partition_of(recipe), parallel, mesh.pipeline).items():
+    param_shards: list[ParamShard] = []
+    for number, stage_spec in stage_specs(partition_of(recipe), parallel, mesh.pipeline).items():
         with torch.device("meta"):
-            model = models.build(recipe.model, part)
+            model = models.build(recipe.model, stage_spec)
         model.dtype = dtype
         model.seed_dropout(recipe.train.seed)
         if transform is not None:
             transform(model)
-        cuts = tensor_parallel.split(model, mesh.tensor, by_sequence) if mesh.tensor.size > 1 else {}
-        expert_cuts = expert_parallel.split(model, mesh.expert) if mesh.expert.size > 1 else {}
+        specs = tensor_parallel.split(model, mesh.tensor, by_sequence) if mesh.tensor.size > 1 else {}
+        expert_specs = expert_parallel.split(model, mesh.expert) if mesh.expert.size > 1 else {}
         if mesh.context.size > 1:
             context_parallel.split(model, mesh.context)
         activation_checkpoint.apply(model, parallel.recompute)
@@ -69,8 +69,8 @@ def assemble(
             for layer in model.layers.values():
                 layer.compile(options=compile_options(recipe))
         gradients = torch.bfloat16 if recipe.optim.gradients == "bf16" else torch.float32
-        fsdp.materialise(model, device, mesh, parallel.zero, gradients)
+        fsdp.materialize(model, device, mesh, parallel.zero, gradients)
         stages[number] = model
-        parts += parts_of(model, mesh, cuts, expert_cuts, by_sequence)
+        param_shards += param_shards_of(model, mesh, specs, expert_specs, by_sequence)
     pipeline = Pipeline(stages, parallel, mesh.pipeline, device) if mesh.pipeline.size > 1 else None
-    return Assembly(stages, parts, pipeline)
+    return ParallelModel(stages, param_shards, pipeline)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from steelyard.core.recipe.blocks import BlockParam
 from steelyard.model import LanguageModel
 from steelyard.parallel.mesh import Mesh
-from steelyard.parallel.tensor_parallel import ADAPTER_IN, ADAPTER_OUT, MAGNITUDE, Cut
+from steelyard.parallel.tensor_parallel import ADAPTER_IN, ADAPTER_OUT, MAGNITUDE, ShardSpec
 
 EMBEDDING, HEAD = "embed.weight", "head.weight"
 
@@ -32,7 +32,7 @@ class ParamShard:
     offset: tuple[int, ...]
     copies: int
     """The number of ranks that hold this shard."""
-    is_cut: bool
+    is_tp_sharded: bool
     """Whether the parameter is split along the tensor axis."""
     is_expert: bool
     """Whether the parameter is split along the expert axis."""
@@ -61,19 +61,19 @@ def local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def parts_of(
-    model: LanguageModel, mesh: Mesh, cuts: dict[str, Cut], expert_cuts: dict[str, Cut], by_sequence: bool
+def param_shards_of(
+    model: LanguageModel, mesh: Mesh, specs: dict[str, ShardSpec], expert_specs: dict[str, ShardSpec], by_sequence: bool
 ) -> list[ParamShard]:
     """The shards of a model or a stage. A parameter with fewer rows than ranks has an empty shard on some ranks."""
     layers = model.blocks.layers
     declared = {
         f"layers.{number}.{name}": param
-        for number in model.part.layers
+        for number in model.stage_spec.layers
         for name, param in layers[number].params().items()
     }
     return [
-        _part(
-            name, parameter, model, mesh, cuts.get(name), expert_cuts.get(name), by_sequence, declared.get(name)
+        _param_shard(
+            name, parameter, model, mesh, specs.get(name), expert_specs.get(name), by_sequence, declared.get(name)
         )
         for name, parameter in model.named_parameters()
     ]  # fmt: skip
@@ -83,26 +83,26 @@ def _is_adapter(name: str) -> bool:
     return name.rpartition(".")[2] in (ADAPTER_IN, ADAPTER_OUT, MAGNITUDE)
 
 
-def _part(
+def _param_shard(
     name: str,
     parameter: nn.Parameter,
     model: LanguageModel,
     mesh: Mesh,
-    cut: Cut | None,
-    expert_cut: Cut | None,
+    spec: ShardSpec | None,
+    expert_spec: ShardSpec | None,
     by_sequence: bool,
     declared: BlockParam | None,
 ) -> ParamShard:
     shape, offset = list(parameter.shape), [0] * parameter.ndim
-    sharding = mesh.sharding if expert_cut is None else mesh.expert_sharding
+    fsdp = mesh.fsdp if expert_spec is None else mesh.expert_fsdp
     if isinstance(parameter, DTensor):
         # fully_shard assigns the same number of rows to each rank, and fewer or none to the last ranks.
-        rows = -(-shape[0] // sharding.shard)
-        offset[0] = min(shape[0], sharding.index * rows)
-    for each in (cut, expert_cut):
+        rows = -(-shape[0] // fsdp.shard)
+        offset[0] = min(shape[0], fsdp.index * rows)
+    for each in (spec, expert_spec):
         if each is not None:
             offset[each.dim] += each.index * shape[each.dim]
-            shape[each.dim] *= each.pieces
+            shape[each.dim] *= each.count
     is_tied = model.config.tied and mesh.pipeline.size > 1 and name in (EMBEDDING, HEAD)
     is_twin = is_tied and name == HEAD
     is_partial = by_sequence or (declared is not None and declared.is_partial) or _is_adapter(name)
@@ -112,10 +112,10 @@ def _part(
         tensor=local(parameter.data),
         shape=tuple(shape),
         offset=tuple(offset),
-        copies=sharding.replicate * (mesh.tensor.size if cut is None else 1),
-        is_cut=cut is not None and cut.pieces > 1,
-        is_expert=expert_cut is not None,
-        is_partial=cut is None and is_partial and mesh.tensor.size > 1,
+        copies=fsdp.replicate * (mesh.tensor.size if spec is None else 1),
+        is_tp_sharded=spec is not None and spec.count > 1,
+        is_expert=expert_spec is not None,
+        is_partial=spec is None and is_partial and mesh.tensor.size > 1,
         is_tied=is_tied,
         is_twin=is_twin,
         is_matrix=declared is not None and declared.is_matrix,

@@ -40,7 +40,7 @@ class Timers(Protocol):
         """Start an interval of this name."""
 
 
-def slices(partition: Partition, parallel: ParallelSection, axis: MeshAxis) -> dict[int, StageSpec]:
+def stage_specs(partition: Partition, parallel: ParallelSection, axis: MeshAxis) -> dict[int, StageSpec]:
     """The specs of the stages that this rank holds, by stage number.
 
     The embedding belongs to the first stage, the final norm and head to the last. A stage may have no layers, so that
@@ -160,7 +160,7 @@ class Pipeline:
                     x = torch.empty(self._boundary(model, batch), dtype=model.dtype, device=self.device)
                     dist.recv(x, group=self.axis.group, group_src=(stage - 1) % self.axis.size)
                 y = model(batch, x)
-                if model.part.last:
+                if model.stage_spec.last:
                     losses[-1] += y.double().sum()
                 else:
                     dist.send(y.contiguous(), group=self.axis.group, group_dst=(stage + 1) % self.axis.size)
@@ -186,8 +186,8 @@ class Pipeline:
     def _stage(self, number: int, model: LanguageModel, micro: Batch) -> Stage:
         """One stage. Its input and output are given, so that torch does not infer their shapes with a forward pass."""
         boundary = torch.empty(self._boundary(model, micro), dtype=model.dtype, device="meta", requires_grad=True)
-        inputs = micro.tokens_BL.to("meta") if model.part.first else boundary
-        outputs = torch.empty(1, device="meta") if model.part.last else boundary
+        inputs = micro.tokens_BL.to("meta") if model.stage_spec.first else boundary
+        outputs = torch.empty(1, device="meta") if model.stage_spec.last else boundary
         return Stage(model, number, self.parallel.stages, self.device, inputs, outputs, group=self.axis.group)
 
     def _boundary(self, model: LanguageModel, batch: Batch) -> tuple[int, ...]:

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 ELSEWHERE = "steelyard/elsewhere"
 SIOCGIFADDR = 0x8915
-MEETING = "STEELYARD_MEETING"  # the name of a job that steelyard's own launcher starts without a port
+RDZV_ID = "STEELYARD_RDZV_ID"  # the name of a job that steelyard's own launcher starts without a port
 
 
-def meet(rank: int, size: int, local_size: int, launcher: str, timeout: timedelta) -> Store:
+def open_store(rank: int, size: int, local_size: int, launcher: str, timeout: timedelta) -> Store:
     """Find the other ranks and return the shared store."""
     address, port = master(os.environ, launcher, is_one_host=local_size == size)
     os.environ["MASTER_ADDR"] = address
@@ -87,7 +87,7 @@ def job(environ: Mapping[str, str], launcher: str) -> str:
     """The launcher's name of this job: the same for all its ranks, and different for every other job."""
     if launcher == "srun":
         return f"{environ.get('SLURM_JOB_ID')}.{environ.get('SLURM_STEP_ID')}"
-    names = (MEETING,) if launcher == "torchrun" else ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID")
+    names = (RDZV_ID,) if launcher == "torchrun" else ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID")
     name = next((environ[each] for each in names if environ.get(each)), "")
     if not name:
         raise UserError(

@@ -31,21 +31,21 @@ BESIDE_WEIGHT = ("mask_logits",)  # sharded like the weight they belong to
 # Parameters of an adapter. A dimension that they share with the weight is sharded with it. Parameters that are not
 # sharded are replicated, and their gradients must be summed over ranks.
 ADAPTER_IN, ADAPTER_OUT, MAGNITUDE = "adapter_in", "adapter_out", "magnitude"
-ADAPTER_CUTS = {0: (ADAPTER_OUT, MAGNITUDE), 1: (ADAPTER_IN,)}
+ADAPTER_BY_DIM = {0: (ADAPTER_OUT, MAGNITUDE), 1: (ADAPTER_IN,)}
 
 
 @dataclass(frozen=True)
-class Cut:
+class ShardSpec:
     """How a parameter is sharded: the dimension, the index of this shard, and the number of shards."""
 
     dim: int
     index: int
-    pieces: int
+    count: int
 
 
-def split(model: LanguageModel, axis: MeshAxis, by_sequence: bool) -> dict[str, Cut]:
+def split(model: LanguageModel, axis: MeshAxis, by_sequence: bool) -> dict[str, ShardSpec]:
     """Shard a model over the ranks of an axis, and return the sharded parameters by name."""
-    cuts: dict[str, Cut] = {}
+    specs: dict[str, ShardSpec] = {}
     for number, layer in model.layers.items():
         attention: Any = layer.attention
         mlp: Any = layer.mlp
@@ -55,70 +55,70 @@ def split(model: LanguageModel, axis: MeshAxis, by_sequence: bool) -> dict[str, 
             for name, child in list(part.named_modules()):
                 where = f"layers.{number}.{path}.{name}"
                 if isinstance(child, Linear):
-                    _shard_linear(child, params[f"{name}.weight"].cut, where, axis, cuts)
+                    _shard_linear(child, params[f"{name}.weight"].shard_dim, where, axis, specs)
                 elif isinstance(child, ExpertLinear):
-                    dim = params[f"{name}.weight"].cut
+                    dim = params[f"{name}.weight"].shard_dim
                     assert dim is not None
-                    child.part = (dim, axis.index, axis.size)
-                    for parameter in ("weight", *BESIDE_WEIGHT, *ADAPTER_CUTS[dim - 1]):
+                    child.shard = (dim, axis.index, axis.size)
+                    for parameter in ("weight", *BESIDE_WEIGHT, *ADAPTER_BY_DIM[dim - 1]):
                         if hasattr(child, parameter):
-                            shard_param(child, parameter, dim, f"{where}.{parameter}", axis, cuts)
+                            shard_param(child, parameter, dim, f"{where}.{parameter}", axis, specs)
                 elif isinstance(child, RmsNorm) and any(
-                    params[f"{name}.{key}"].cut is not None for key in child.state_dict()
+                    params[f"{name}.{key}"].shard_dim is not None for key in child.state_dict()
                 ):
-                    shard_param(child, "weight", 0, f"{where}.weight", axis, cuts)
+                    shard_param(child, "weight", 0, f"{where}.weight", axis, specs)
                     setattr(part, name, ShardedRmsNorm(child, axis))
             part.register_forward_pre_hook(_InputHook(axis, by_sequence))
         attention.output.register_forward_hook(_OutputHook(axis, by_sequence))
         (mlp if isinstance(mlp, Experts) else mlp.down).register_forward_hook(_OutputHook(axis, by_sequence))
-    _shard_embed_and_head(model, axis, by_sequence, cuts)
+    _shard_embed_and_head(model, axis, by_sequence, specs)
     if by_sequence:
         for module in model.modules():
             if isinstance(module, Dropout):
-                module.part = (axis.index, axis.size)
-    return cuts
+                module.shard = (axis.index, axis.size)
+    return specs
 
 
-def _shard_linear(linear: Any, dim: int | None, path: str, axis: MeshAxis, cuts: dict[str, Cut]) -> None:
+def _shard_linear(linear: Any, dim: int | None, path: str, axis: MeshAxis, specs: dict[str, ShardSpec]) -> None:
     assert dim is not None, f"{path} is not sharded"
-    linear.part = (dim, axis.index, axis.size)
+    linear.shard = (dim, axis.index, axis.size)
     if isinstance(linear.weight, QuantizedWeight):
         linear.weight = linear.weight.shard(dim, axis.index, axis.size)
     for parameter in ("weight", *BESIDE_WEIGHT):
         if isinstance(getattr(linear, parameter, None), nn.Parameter):
-            shard_param(linear, parameter, dim, f"{path}.{parameter}", axis, cuts)
-    for parameter in ADAPTER_CUTS[dim]:
+            shard_param(linear, parameter, dim, f"{path}.{parameter}", axis, specs)
+    for parameter in ADAPTER_BY_DIM[dim]:
         if hasattr(linear, parameter):
-            shard_param(linear, parameter, dim, f"{path}.{parameter}", axis, cuts)
+            shard_param(linear, parameter, dim, f"{path}.{parameter}", axis, specs)
     linear.axis = axis
     if linear.bias is None:
         return
     if dim == 0:
-        shard_param(linear, "bias", 0, f"{path}.bias", axis, cuts)
+        shard_param(linear, "bias", 0, f"{path}.bias", axis, specs)
     elif axis.index > 0:
         # The output is summed over ranks, so only one rank adds the bias.
         linear.bias = None
     else:
-        cuts[f"{path}.bias"] = Cut(0, 0, 1)
+        specs[f"{path}.bias"] = ShardSpec(0, 0, 1)
 
 
-def shard_param(module: nn.Module, name: str, dim: int, path: str, axis: MeshAxis, cuts: dict[str, Cut]) -> None:
+def shard_param(module: nn.Module, name: str, dim: int, path: str, axis: MeshAxis, specs: dict[str, ShardSpec]) -> None:
     """Replace a parameter by its shard on this rank."""
     whole: nn.Parameter = getattr(module, name)
     shard = whole.detach().chunk(axis.size, dim)[axis.index].clone()
     setattr(module, name, nn.Parameter(shard, whole.requires_grad))
-    cuts[path] = Cut(dim, axis.index, axis.size)
+    specs[path] = ShardSpec(dim, axis.index, axis.size)
 
 
-def _shard_embed_and_head(model: LanguageModel, axis: MeshAxis, by_sequence: bool, cuts: dict[str, Cut]) -> None:
+def _shard_embed_and_head(model: LanguageModel, axis: MeshAxis, by_sequence: bool, specs: dict[str, ShardSpec]) -> None:
     if model.embed is not None:
-        shard_param(model.embed, "weight", 0, "embed.weight", axis, cuts)
+        shard_param(model.embed, "weight", 0, "embed.weight", axis, specs)
         model.embed = VocabParallelEmbedding(model.embed, axis, by_sequence)
         positions = getattr(model, "positions", None)
         if by_sequence and positions is not None:
             positions.register_forward_hook(_SequenceShardHook(axis))
     if model.head is not None:
-        shard_param(model.head, "weight", 0, "head.weight", axis, cuts)
+        shard_param(model.head, "weight", 0, "head.weight", axis, specs)
         model.vocabulary = VocabParallelHead(axis, model.head.weight.shape[0], by_sequence)
     model.tie()
 

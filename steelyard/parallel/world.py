@@ -145,7 +145,7 @@ def init_distributed(device_type: str, timeout_minutes: float) -> Iterator[World
     timeout = timedelta(minutes=timeout_minutes)
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # for flight records (training/watchdog.py)
     try:
-        store = rendezvous.meet(world.rank, world.size, world.local_size, world.launcher, timeout)
+        store = rendezvous.open_store(world.rank, world.size, world.local_size, world.launcher, timeout)
         backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
         yield world

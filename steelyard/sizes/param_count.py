@@ -121,8 +121,8 @@ def layer_size(layer: LayerBlock, tensor: int = 1, expert: int = 1) -> LayerSize
     """The parameters of one layer on one of `tensor` x `expert` ranks."""
     params = layer.params().values()
     experts = sum(param.size for param in params if param.is_expert) // (tensor * expert)
-    split = sum(param.size for param in params if param.cut is not None and not param.is_expert)
-    whole = sum(param.size for param in params if param.cut is None)
+    split = sum(param.size for param in params if param.shard_dim is not None and not param.is_expert)
+    whole = sum(param.size for param in params if param.shard_dim is None)
     total = split // tensor + whole + experts
     matrices = sum(param.size for param in params if param.is_matrix and not param.is_expert) // tensor + experts
     if not isinstance(layer.mlp, ExpertsBlock):

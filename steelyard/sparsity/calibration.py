@@ -56,7 +56,7 @@ def is_prefix(data: str) -> bool:
 
 def windows_of(source: CheckpointSource, request: Calibration, tokenizer_path: str | None) -> Windows:
     """Draw the windows for a checkpoint; as long as it supports, if the request has no length."""
-    positions = positions_of(source.config, source.extra)
+    positions = positions_of(source.config, source.hf_metadata)
     length = request.length or min(LONGEST, positions)
     if length > positions:
         if source.config.blocks.positions is not None:

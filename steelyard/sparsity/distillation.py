@@ -25,20 +25,20 @@ from torch import Tensor
 from steelyard.model import Batch, LanguageModel
 from steelyard.model.loss import VocabHead, add_product, linear_cross_entropy, softcapped
 from steelyard.parallel.mesh import Mesh
-from steelyard.parallel.parallelize import Assembly
+from steelyard.parallel.parallelize import ParallelModel
 from steelyard.parallel.pipeline_parallel import Pipeline
 from steelyard.parallel.world import World
-from steelyard.sparsity.masked_linear import Course
+from steelyard.sparsity.masked_linear import AnnealState
 from steelyard.training.engine import Engine
 from steelyard.training.extension import Extension
 
 CHUNK_BYTES = 1 << 28  # of logits in fp32
 
 
-class Distilling:
+class DistillationLoss:
     """A forward pass that runs the dense model first, and adds the divergence from it to the loss.
 
-    The dense model is `teacher`, or the trained model while `course` switches its masks off.
+    The dense model is `teacher`, or the trained model while `anneal` switches its masks off.
     """
 
     def __init__(
@@ -46,10 +46,10 @@ class Distilling:
         weight: float,
         temperature: float,
         device: torch.device,
-        course: Course | None = None,
-        teacher: Assembly | None = None,
+        anneal: AnnealState | None = None,
+        teacher: ParallelModel | None = None,
     ) -> None:
-        self.weight, self.temperature, self.course, self.teacher = weight, temperature, course, teacher
+        self.weight, self.temperature, self.anneal, self.teacher = weight, temperature, anneal, teacher
         self.dense: deque[tuple[Tensor, Tensor]] = deque()
         """The last hidden states of the dense model and its head, for the next micro-batches."""
         self.sums_2 = torch.zeros(2, dtype=torch.float64, device=device)
@@ -89,16 +89,16 @@ class Distilling:
     def _dense_model(self, model: LanguageModel | None) -> Iterator[None]:
         """Compute without masks, and keep the input of the head instead of a loss."""
         self.dense.clear()
-        if self.course is not None:
-            self.course.dense = True
+        if self.anneal is not None:
+            self.anneal.dense = True
         if model is not None:
             model.loss = self._store_dense
         try:
             with torch.no_grad():
                 yield
         finally:
-            if self.course is not None:
-                self.course.dense = False
+            if self.anneal is not None:
+                self.anneal.dense = False
 
     def _store_dense(self, x_BLD: Tensor, weight_VD: Tensor, *others: Any) -> Tensor:
         self.dense.append((x_BLD, weight_VD))
@@ -123,43 +123,43 @@ class Distilling:
         return loss + self.weight * (distance - distance.detach())
 
 
-class DistillingExtension(Extension):
-    """An extension whose loss includes the divergence from the dense model, once `distilling` is set."""
+class DistillationExtension(Extension):
+    """An extension whose loss includes the divergence from the dense model, once `distillation` is set."""
 
-    distilling: Distilling | None = None
+    distillation: DistillationLoss | None = None
 
     def forward(self, model: LanguageModel, batch: Batch) -> Tensor:
         """The loss, with distillation from the dense model if the recipe sets it."""
-        return super().forward(model, batch) if self.distilling is None else self.distilling(model, batch)
+        return super().forward(model, batch) if self.distillation is None else self.distillation(model, batch)
 
     def weigh(self, engine: Engine, batch: Batch) -> tuple[Batch, Tensor | None]:
         """With a pipeline and distillation, run the dense model on all rows of the step."""
-        pipeline = engine.assembly.pipeline
-        if self.distilling is None or pipeline is None:
+        pipeline = engine.parallel_model.pipeline
+        if self.distillation is None or pipeline is None:
             return batch, None
         if all(model.training for model in pipeline.models.values()):
-            return self.distilling.prepare(pipeline, batch, engine.recipe.train.micro_batch), None
+            return self.distillation.prepare(pipeline, batch, engine.recipe.train.micro_batch), None
         for model in pipeline.models.values():
-            self.distilling.end(model)
+            self.distillation.end(model)
         return batch, None
 
     def distilled(self, mesh: Mesh) -> dict[str, list[float]]:
         """The divergence and tokens since the last record, over all ranks, for the state of a checkpoint."""
-        if self.distilling is None:
+        if self.distillation is None:
             return {}
-        sums_2 = self.distilling.sums_2.clone()
+        sums_2 = self.distillation.sums_2.clone()
         if mesh.world.size > 1:
             dist.all_reduce(sums_2)
         return {"distilled": sums_2.tolist()}
 
     def restore_distilled(self, about: dict[str, Any], world: World) -> None:
         """Take over `distilled` from a checkpoint."""
-        if self.distilling is not None and world.is_rank0:
-            self.distilling.sums_2.copy_(torch.tensor(about.get("distilled", [0.0, 0.0])))
+        if self.distillation is not None and world.is_rank0:
+            self.distillation.sums_2.copy_(torch.tensor(about.get("distilled", [0.0, 0.0])))
 
 
 def _last_stage(pipeline: Pipeline) -> LanguageModel | None:
-    return next((model for model in pipeline.models.values() if model.part.last), None)
+    return next((model for model in pipeline.models.values() if model.stage_spec.last), None)
 
 
 def divergence(

@@ -62,7 +62,7 @@ def draw_of_step(step: int) -> tuple[int, int]:
     return _signed(step % WORD), _signed(step * FACTORS[1] % WORD)
 
 
-def noise(draw_2: Tensor, salt: tuple[int, int], shape: tuple[int, int, int], place: GroupOffset) -> Tensor:
+def noise(draw_2: Tensor, salt: tuple[int, int], shape: tuple[int, int, int], offset: GroupOffset) -> Tensor:
     """Standard Gumbel noise for a shard of shape (rows, groups of a row, candidates), in fp32.
 
     All integers have 32 bits and wrap around; shifts fill with zeros.
@@ -75,11 +75,11 @@ def noise(draw_2: Tensor, salt: tuple[int, int], shape: tuple[int, int, int], pl
     """
     rows, groups, candidates = shape
     device = draw_2.device
-    row_O1 = torch.arange(place.first_row, place.first_row + rows, dtype=torch.int32, device=device)[:, None]
-    group_1G = torch.arange(place.first_group, place.first_group + groups, dtype=torch.int32, device=device)[None]
+    row_O1 = torch.arange(offset.first_row, offset.first_row + rows, dtype=torch.int32, device=device)[:, None]
+    group_1G = torch.arange(offset.first_group, offset.first_group + groups, dtype=torch.int32, device=device)[None]
     candidate_C = torch.arange(candidates, dtype=torch.int32, device=device) * _signed(CANDIDATE_STEP)
     key_2 = mixed(draw_2 + torch.tensor(salt, dtype=torch.int32, device=device))
-    group_OG = (row_O1 * place.groups + group_1G) * _signed(GROUP_STEP) + key_2[0]
+    group_OG = (row_O1 * offset.groups + group_1G) * _signed(GROUP_STEP) + key_2[0]
     word_OGC = mixed((mixed(group_OG) + key_2[1])[..., None] + candidate_C)
     uniform_OGC = (_shifted(word_OGC, 32 - UNIFORM_BITS).float() + 0.5) * 2.0**-UNIFORM_BITS
     return -torch.log(-torch.log(uniform_OGC))
@@ -123,27 +123,27 @@ def masked_weight(
     logits_OGC: Tensor,
     candidates_CM: Tensor,
     draw_2: Tensor,
-    course_3: Tensor,
+    anneal_3: Tensor,
     salt: tuple[int, int],
-    place: GroupOffset,
+    offset: GroupOffset,
     hard: bool,
 ) -> Tensor:
     """weight * mask in the weight's dtype; only the logits get a gradient.
 
-    `course_3` holds scale, temperature and weight_reg of the step, in fp32 on the device: the host changes them each
+    `anneal_3` holds scale, temperature and weight_reg of the step, in fp32 on the device: the host changes them each
     step without recompilation and without synchronisation. weight_reg includes the factor that scales the loss.
     """
     product: Tensor = _MaskedWeight.apply(  # type: ignore[no-untyped-call]
-        weight_OI, logits_OGC, candidates_CM, draw_2, course_3, salt, place, hard
+        weight_OI, logits_OGC, candidates_CM, draw_2, anneal_3, salt, offset, hard
     )
     return product
 
 
 def logits_gradient(
-    grad_OI: Tensor, weight_OI: Tensor, mask_OI: Tensor, choice_OGC: Tensor, candidates_CM: Tensor, course_3: Tensor
+    grad_OI: Tensor, weight_OI: Tensor, mask_OI: Tensor, choice_OGC: Tensor, candidates_CM: Tensor, anneal_3: Tensor
 ) -> Tensor:
     """(scale / temperature) * y * (c - <y, c>), with c the mask's gradient times each candidate."""
-    scale, temperature, weight_reg = course_3.unbind()
+    scale, temperature, weight_reg = anneal_3.unbind()
     weight_OI = weight_OI.float()
     by_mask_OI = grad_OI.float() * weight_OI - 2 * weight_reg * weight_OI.square() * mask_OI
     by_choice_OGC = by_mask_OI.unflatten(1, (-1, candidates_CM.shape[1])) @ candidates_CM.t()
@@ -160,21 +160,21 @@ class _MaskedWeight(torch.autograd.Function):
         logits_OGC: Tensor,
         candidates_CM: Tensor,
         draw_2: Tensor,
-        course_3: Tensor,
+        anneal_3: Tensor,
         salt: tuple[int, int],
-        place: GroupOffset,
+        offset: GroupOffset,
         hard: bool,
     ) -> Tensor:
-        ctx.save_for_backward(weight_OI, logits_OGC, candidates_CM, draw_2, course_3)
-        ctx.salt, ctx.place, ctx.hard = salt, place, hard
-        _, mask_OI = _drawn(logits_OGC, candidates_CM, draw_2, course_3, salt, place, hard)
+        ctx.save_for_backward(weight_OI, logits_OGC, candidates_CM, draw_2, anneal_3)
+        ctx.salt, ctx.offset, ctx.hard = salt, offset, hard
+        _, mask_OI = _drawn(logits_OGC, candidates_CM, draw_2, anneal_3, salt, offset, hard)
         return (weight_OI.float() * mask_OI).to(weight_OI.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad_OI: Tensor) -> tuple[Tensor | None, ...]:
-        weight_OI, logits_OGC, candidates_CM, draw_2, course_3 = ctx.saved_tensors
-        choice_OGC, mask_OI = _drawn(logits_OGC, candidates_CM, draw_2, course_3, ctx.salt, ctx.place, ctx.hard)
-        grad_OGC = logits_gradient(grad_OI, weight_OI, mask_OI, choice_OGC, candidates_CM, course_3)
+        weight_OI, logits_OGC, candidates_CM, draw_2, anneal_3 = ctx.saved_tensors
+        choice_OGC, mask_OI = _drawn(logits_OGC, candidates_CM, draw_2, anneal_3, ctx.salt, ctx.offset, ctx.hard)
+        grad_OGC = logits_gradient(grad_OI, weight_OI, mask_OI, choice_OGC, candidates_CM, anneal_3)
         return None, grad_OGC.to(logits_OGC.dtype).contiguous(), None, None, None, None, None, None
 
 
@@ -182,14 +182,14 @@ def _drawn(
     logits_OGC: Tensor,
     candidates_CM: Tensor,
     draw_2: Tensor,
-    course_3: Tensor,
+    anneal_3: Tensor,
     salt: tuple[int, int],
-    place: GroupOffset,
+    offset: GroupOffset,
     hard: bool,
 ) -> tuple[Tensor, Tensor]:
     rows, groups, candidates = logits_OGC.shape
-    noise_OGC = noise(draw_2, salt, (rows, groups, candidates), place)
-    choice_OGC = soft_choice(logits_OGC, noise_OGC, course_3[0], course_3[1])
+    noise_OGC = noise(draw_2, salt, (rows, groups, candidates), offset)
+    choice_OGC = soft_choice(logits_OGC, noise_OGC, anneal_3[0], anneal_3[1])
     return choice_OGC, mask_of(choice_OGC, candidates_CM, hard)
 
 

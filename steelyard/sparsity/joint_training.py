@@ -28,13 +28,13 @@ from steelyard.checkpoint import TensorShard
 from steelyard.core.recipe import Recipe
 from steelyard.model import LanguageModel
 from steelyard.parallel.mesh import Mesh
-from steelyard.parallel.parallelize import Assembly, assemble
+from steelyard.parallel.parallelize import ParallelModel, parallelize
 from steelyard.parallel.param_shards import ParamShard
 from steelyard.parallel.world import World
 from steelyard.sparsity import frozen_base
-from steelyard.sparsity.distillation import Distilling, DistillingExtension
-from steelyard.sparsity.mask_prior import held
-from steelyard.sparsity.mask_sources import KEPT, SPARSITY
+from steelyard.sparsity.distillation import DistillationExtension, DistillationLoss
+from steelyard.sparsity.mask_prior import local_shard
+from steelyard.sparsity.mask_sources import JOINT_MASK, SPARSITY
 from steelyard.sparsity.masked_linear import freeze
 from steelyard.sparsity.masked_training import MOVED, MaskedMatrices
 from steelyard.sparsity.patterns import Pattern, place_hash
@@ -44,7 +44,7 @@ from steelyard.training.engine import Engine
 NO_GRADIENT = 1e-6  # The start of the sums: weights whose columns have no gradient are ranked by magnitude.
 
 
-class JointTraining(MaskedMatrices, DistillingExtension):
+class JointTraining(MaskedMatrices, DistillationExtension):
     """Trains all weights, and scales those outside the masks to zero."""
 
     def __init__(self, recipe: Recipe) -> None:
@@ -59,12 +59,12 @@ class JointTraining(MaskedMatrices, DistillingExtension):
         self.changed = torch.zeros((), dtype=torch.float64, device=devices.choose(recipe))
         """Weights of this rank that entered or left the masks since the last record."""
 
-    def assembled(self, stages: dict[int, LanguageModel], parts: list[ParamShard], mesh: Mesh) -> None:
+    def parallelized(self, stages: dict[int, LanguageModel], param_shards: list[ParamShard], mesh: Mesh) -> None:
         """Allocate the masks of this rank's shards."""
-        super().assembled(stages, parts, mesh)
-        self.kept = {part: torch.ones_like(part.tensor, dtype=torch.bool) for part in self.parts}
+        super().parallelized(stages, param_shards, mesh)
+        self.kept = {shard: torch.ones_like(shard.tensor, dtype=torch.bool) for shard in self.param_shards}
         if self.sparsity.importance == "gradient":
-            self.columns = {part: part.tensor.new_full(part.shape[1:], NO_GRADIENT) for part in self.parts}
+            self.columns = {shard: shard.tensor.new_full(shard.shape[1:], NO_GRADIENT) for shard in self.param_shards}
 
     def start(self, engine: Engine, world: World) -> str:
         """Load the weights and masks of a file, and build the teacher. Other masks are chosen after the first step."""
@@ -72,9 +72,9 @@ class JointTraining(MaskedMatrices, DistillingExtension):
         origin = self.recipe.train.init_from
         assert origin is not None, "the recipe was checked"
         masks = self.mask_file(origin, world)
-        for part, kept in self.kept.items():
+        for shard, kept in self.kept.items():
             if masks is not None:
-                kept.copy_(held(masks.mask(part.name), part))
+                kept.copy_(local_shard(masks.mask(shard.name), shard))
         self._build_teacher(self.sparsity.base or origin, None, engine, world)
         taught = f", distilled from {self.base['path']}" if self.base else ""
         return how + taught
@@ -99,11 +99,11 @@ class JointTraining(MaskedMatrices, DistillingExtension):
         if not self.columns or not self._chooses():
             return
         sums = []
-        for part, columns in self.columns.items():
+        for shard, columns in self.columns.items():
             sums.append(torch.zeros_like(columns))
-            if part.gradient is not None:
-                here = sums[-1].narrow(0, part.offset[1], part.tensor.shape[1])
-                here.copy_(part.gradient.float().square().sum(dim=0) / part.copies)
+            if shard.gradient is not None:
+                here = sums[-1].narrow(0, shard.offset[1], shard.tensor.shape[1])
+                here.copy_(shard.gradient.float().square().sum(dim=0) / shard.copies)
         whole = torch.cat(sums)
         if self.mesh.stage.size > 1:
             dist.all_reduce(whole, group=self.mesh.stage.group)
@@ -114,16 +114,16 @@ class JointTraining(MaskedMatrices, DistillingExtension):
     def after_update(self, engine: Engine) -> None:
         """Choose the masks again if it is time, and scale the weights outside them."""
         before, scale, chooses = self._scale(self.step - 1), self._scale(self.step), self._chooses()
-        for part, kept in self.kept.items():
+        for shard, kept in self.kept.items():
             if chooses:
-                chosen = self._most_important(part)
+                chosen = self._most_important(shard)
                 if self.step > 1:
-                    self.changed += (chosen != kept).sum().double() / part.copies
+                    self.changed += (chosen != kept).sum().double() / shard.copies
                 kept.copy_(chosen)
             if scale > 0:
-                part.tensor.copy_(torch.where(kept, part.tensor, part.tensor * (scale / before)))
+                shard.tensor.copy_(torch.where(kept, shard.tensor, shard.tensor * (scale / before)))
             else:
-                part.tensor.masked_fill_(~kept, 0.0)
+                shard.tensor.masked_fill_(~kept, 0.0)
         engine.optimizer.copy_weights_to_host()
 
     def metrics(self) -> dict[str, float]:
@@ -131,14 +131,14 @@ class JointTraining(MaskedMatrices, DistillingExtension):
         sums_5 = torch.zeros(5, dtype=torch.float64, device=self.changed.device)
         sums_5[:2] += self.zeros_2()
         sums_5[2] = self.changed
-        if self.distilling is not None:
-            sums_5[3:] += self.distilling.sums_2
-            self.distilling.sums_2.zero_()
+        if self.distillation is not None:
+            sums_5[3:] += self.distillation.sums_2
+            self.distillation.sums_2.zero_()
         self.changed.zero_()
         if self.mesh.world.size > 1:
             dist.all_reduce(sums_5)
         zeros, weights, changed, divergence, tokens = sums_5.tolist()
-        distilled = {} if self.distilling is None else {"distill_loss": divergence / max(1, tokens)}
+        distilled = {} if self.distillation is None else {"distill_loss": divergence / max(1, tokens)}
         return distilled | {
             "zeros": zeros / weights,
             "mask_changed": changed / weights,
@@ -148,11 +148,11 @@ class JointTraining(MaskedMatrices, DistillingExtension):
     def state_shards(self) -> dict[str, TensorShard]:
         """The masks, one byte per weight, and the sums of columns."""
         masks = {
-            f"masks.{part.name}.{KEPT}": TensorShard(kept.view(torch.uint8), part.shape, part.offset)
-            for part, kept in self.kept.items()
+            f"masks.{shard.name}.{JOINT_MASK}": TensorShard(kept.view(torch.uint8), shard.shape, shard.offset)
+            for shard, kept in self.kept.items()
             if kept.numel()
         }
-        columns = {f"masks.{part.name}.columns": TensorShard.whole(each) for part, each in self.columns.items()}
+        columns = {f"masks.{shard.name}.columns": TensorShard.whole(each) for shard, each in self.columns.items()}
         return masks | columns
 
     def state(self) -> dict[str, Any]:
@@ -172,11 +172,11 @@ class JointTraining(MaskedMatrices, DistillingExtension):
         is_due = self.step in (1, self.last_scaled) or self.step % self.sparsity.mask_every == 0
         return is_due and self._scale(self.step - 1) > 0 and self.sparsity.mask is None
 
-    def _most_important(self, part: ParamShard) -> Tensor:
-        row, column = part.offset
-        scores = part.tensor.abs()
-        if part in self.columns:
-            scores *= self.columns[part].narrow(0, column, part.tensor.shape[1]).sqrt()
+    def _most_important(self, shard: ParamShard) -> Tensor:
+        row, column = shard.offset
+        scores = shard.tensor.abs()
+        if shard in self.columns:
+            scores *= self.columns[shard].narrow(0, column, shard.tensor.shape[1]).sqrt()
         return self.pattern.keep_best(scores, place_hash(scores.shape, scores.device, (row, column)))
 
     def _build_teacher(self, path: str, recorded: dict[str, Any] | None, engine: Engine, world: World) -> None:
@@ -185,20 +185,20 @@ class JointTraining(MaskedMatrices, DistillingExtension):
             return
         teacher = frozen_copy(engine)
         pieces = {
-            f"model.{part.name}": TensorShard(part.tensor, part.shape, part.offset)
-            for part in teacher.parts
-            if part.tensor.numel()
+            f"model.{shard.name}": TensorShard(shard.tensor, shard.shape, shard.offset)
+            for shard in teacher.param_shards
+            if shard.tensor.numel()
         }
         self.base = frozen_base.load(path, recorded, pieces, self.recipe.model, world, MOVED)
         weight, temperature = self.sparsity.distill, self.sparsity.distill_temperature
-        self.distilling = Distilling(weight, temperature, engine.device, teacher=teacher)
+        self.distillation = DistillationLoss(weight, temperature, engine.device, teacher=teacher)
 
 
-def frozen_copy(engine: Engine) -> Assembly:
+def frozen_copy(engine: Engine) -> ParallelModel:
     """A frozen model on the layout of an engine, for forward passes; its weights are not loaded yet."""
     recipe, device = engine.recipe, engine.device
     dtype, compiled = devices.compute_dtype(recipe.train.precision, device), devices.compiles(recipe, device)
-    copy = assemble(recipe, engine.mesh, device, dtype, compiled, freeze)
+    copy = parallelize(recipe, engine.mesh, device, dtype, compiled, freeze)
     for model in copy.stages.values():
         model.eval()
         if isinstance(model, FSDPModule):  # The loss needs the head after the forward pass.

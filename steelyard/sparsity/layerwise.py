@@ -293,10 +293,10 @@ def _home(task: Task, needed: int) -> torch.device:
     return task.device
 
 
-def _stage(source: CheckpointSource, task: Task, part: StageSpec) -> LanguageModel:
+def _stage(source: CheckpointSource, task: Task, stage_spec: StageSpec) -> LanguageModel:
     """A stage of the model on the device: matrices in the compute dtype, norms in fp32."""
     with torch.device("meta"):
-        stage = model.build(source.config, part)
+        stage = model.build(source.config, stage_spec)
     for module in stage.modules():
         if isinstance(module, MATRIX_MODULES):
             module.to(task.dtype)

@@ -11,7 +11,7 @@ from steelyard.checkpoint.formats import is_own, open_source
 from steelyard.checkpoint.formats.write import Target, convert, refuse_destination
 from steelyard.core.errors import UserError
 from steelyard.sparsity import frozen_base, mask_file
-from steelyard.sparsity.mask_sources import SPARSITY, carried
+from steelyard.sparsity.mask_sources import SPARSITY, masked_checkpoint
 from steelyard.sparsity.pruned_source import masked, through
 
 
@@ -28,7 +28,7 @@ def write(
             "a mask file contains no tokenizer", where="--tokenizer", hint="remove the option, or add --format hf"
         )
     refuse_destination(destination, is_file=form == "packed")
-    attached = carried(path, moved_to)
+    attached = masked_checkpoint(path, moved_to)
     if attached is None:
         raise _no_masks(path)
     if form == "hf":

@@ -31,7 +31,7 @@ class MaskPrior:
 
     def mask(self, weight: ParamShard) -> Tensor:
         """True where the prior keeps a weight, for this rank's shard."""
-        mask = weight.tensor != 0 if self.masks is None else held(self.masks.mask(weight.name), weight)
+        mask = weight.tensor != 0 if self.masks is None else local_shard(self.masks.mask(weight.name), weight)
         self.zeros += (mask.numel() - int(mask.sum())) / weight.copies
         return mask
 
@@ -76,8 +76,8 @@ def refuse_fewer(masks: Masks, chosen: Container[str], recipe: Recipe) -> None:
         )
 
 
-def held(whole: Tensor, part: ParamShard) -> Tensor:
+def local_shard(whole: Tensor, shard: ParamShard) -> Tensor:
     """This rank's shard of a whole tensor that has the shape of a parameter."""
-    for dim, (first, length) in enumerate(zip(part.offset, part.tensor.shape, strict=True)):
+    for dim, (first, length) in enumerate(zip(shard.offset, shard.tensor.shape, strict=True)):
         whole = whole.narrow(dim, first, length)
     return whole

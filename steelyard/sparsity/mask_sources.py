@@ -19,7 +19,7 @@ from steelyard.sparsity.target_modules import chosen, maskable
 
 MOVED = "give their current path with --base PATH"
 LOGITS = "mask_logits"
-KEPT = "kept"  # the masks of a joint run
+JOINT_MASK = "kept"  # the masks of a joint run
 SPARSITY = "sparsity"  # the key in a checkpoint's train state
 
 
@@ -42,7 +42,7 @@ class Masks(Protocol):
 
 
 @dataclass(frozen=True)
-class Carried:
+class MaskedCheckpoint:
     """Masks and the weights they belong to."""
 
     masks: Masks
@@ -120,9 +120,9 @@ class StoredMasks:
         self.base: dict[str, Any] = {}  # The run's own weights, which change in training.
         self.pattern = Pattern.parse(str(saved.state[SPARSITY]["pattern"]), where=str(saved.path))
         self._sizes = {
-            name.removeprefix("masks.").removesuffix(f".{KEPT}"): size
+            name.removeprefix("masks.").removesuffix(f".{JOINT_MASK}"): size
             for name, size in saved.shapes().items()
-            if name.startswith("masks.") and name.endswith(f".{KEPT}")
+            if name.startswith("masks.") and name.endswith(f".{JOINT_MASK}")
         }
 
     def names(self) -> list[str]:
@@ -136,11 +136,13 @@ class StoredMasks:
     def mask(self, name: str) -> Tensor:
         """True where a weight is kept."""
         kept = torch.empty(self._sizes[name], dtype=torch.uint8)
-        checkpoint.load(self.saved, {f"masks.{name}.{KEPT}": kept})
+        checkpoint.load(self.saved, {f"masks.{name}.{JOINT_MASK}": kept})
         return kept.bool()
 
 
-def carried(path: str | Path, moved_to: str | None = None, checks: bool = True, hint: str = MOVED) -> Carried | None:
+def masked_checkpoint(
+    path: str | Path, moved_to: str | None = None, checks: bool = True, hint: str = MOVED
+) -> MaskedCheckpoint | None:
     """The masks of a run or checkpoint and its weights; None if it has no masks.
 
     Without `checks` the weights are not verified against the masks. `hint` tells the user how to give the weights' new
@@ -151,19 +153,21 @@ def carried(path: str | Path, moved_to: str | None = None, checks: bool = True, 
         own = maskllm.masks_in(source)
         if own is None:
             return None
-        return Carried(own, source, source.step, source.tokenizer, None, "learned masks" if own.learned else "masks")
+        return MaskedCheckpoint(
+            own, source, source.step, source.tokenizer, None, "learned masks" if own.learned else "masks"
+        )
     saved = checkpoint.source(path)
     about = saved.state.get(SPARSITY, {})
     if about.get("method") in ("sr-ste", "joint"):
         source = open_source(path)
         masks = MagnitudeMasks(source, about) if about["method"] == "sr-ste" else StoredMasks(saved)
-        return Carried(masks, source, source.step, source.tokenizer, None, "N:M masks")
+        return MaskedCheckpoint(masks, source, source.step, source.tokenizer, None, "N:M masks")
     if about.get("method") != "learned":
         return None
     source = frozen_base.found(about["base"], moved_to, hint, checks)
     tokenizer = saved.run.recipe().data.tokenizer or source.tokenizer
     identity = {"path": str(Path(source.path).resolve()), "sha256": str(about["base"]["sha256"])}
-    return Carried(RunMasks(saved), source, saved.step, tokenizer, identity, "learned masks")
+    return MaskedCheckpoint(RunMasks(saved), source, saved.step, tokenizer, identity, "learned masks")
 
 
 def masks_of(path: str) -> Masks:
@@ -174,10 +178,10 @@ def masks_of(path: str) -> Masks:
         saved = checkpoint.source(path)
         if saved.state.get(SPARSITY, {}).get("method") == "learned":
             return RunMasks(saved)
-    masks = carried(path) if Path(path).is_dir() else MaskFile(path)
+    masks = masked_checkpoint(path) if Path(path).is_dir() else MaskFile(path)
     if masks is None:
         raise UserError(
             f"{path} has no masks",
             hint="give a mask file, a run with a [sparsity] section, or a MaskLLM checkpoint",
         )
-    return masks.masks if isinstance(masks, Carried) else masks
+    return masks.masks if isinstance(masks, MaskedCheckpoint) else masks

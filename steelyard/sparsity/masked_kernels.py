@@ -45,7 +45,7 @@ _GROUP_STEP = tl.constexpr(GROUP_STEP)
 _STEP1, _STEP2, _STEP3, _STEP4, _STEP5 = (tl.constexpr(n * CANDIDATE_STEP % WORD) for n in range(1, 6))
 
 
-def suits(weight_OI: Tensor, logits_OGC: Tensor) -> bool:
+def supports(weight_OI: Tensor, logits_OGC: Tensor) -> bool:
     """Whether the kernels support these tensors: 2:4 or 1:4, an even number of groups, contiguous."""
     return (
         logits_OGC.shape[-1] in CANDIDATES
@@ -61,28 +61,28 @@ def masked_weight(
     logits_OGC: Tensor,
     candidates_CM: Tensor,
     draw_2: Tensor,
-    course_3: Tensor,
+    anneal_3: Tensor,
     salt: tuple[int, int],
-    place: GroupOffset,
+    offset: GroupOffset,
     hard: bool,
 ) -> Tensor:
     """weight * mask, as in `gumbel.masked_weight`; only the logits get a gradient."""
     product: Tensor = _masked_weight(
-        weight_OI, logits_OGC, draw_2, course_3, *salt, place.first_row, place.first_group, place.groups, hard
+        weight_OI, logits_OGC, draw_2, anneal_3, *salt, offset.first_row, offset.first_group, offset.groups, hard
     )
     return product
 
 
 @torch.library.custom_op("steelyard::masked_weight", mutates_args=())
 def _masked_weight(
-    weight: Tensor, logits: Tensor, draw: Tensor, course: Tensor,
+    weight: Tensor, logits: Tensor, draw: Tensor, anneal: Tensor,
     salt0: int, salt1: int, first_row: int, first_group: int, groups: int, hard: bool,
 ) -> Tensor:  # fmt: skip
     product = torch.empty_like(weight)
     rows, groups_here, candidates = logits.shape
     pairs = rows * groups_here // 2
     _forward[(triton.cdiv(pairs, BLOCK),)](
-        weight, logits, product, draw, course, salt0, salt1, pairs, groups_here, first_row, first_group, groups,
+        weight, logits, product, draw, anneal, salt0, salt1, pairs, groups_here, first_row, first_group, groups,
         candidates, groups_here == groups, hard, BLOCK, num_warps=WARPS,
     )  # fmt: skip
     return product
@@ -90,14 +90,14 @@ def _masked_weight(
 
 @torch.library.custom_op("steelyard::masked_weight_backward", mutates_args=())
 def _masked_weight_backward(
-    gradient: Tensor, weight: Tensor, logits: Tensor, draw: Tensor, course: Tensor,
+    gradient: Tensor, weight: Tensor, logits: Tensor, draw: Tensor, anneal: Tensor,
     salt0: int, salt1: int, first_row: int, first_group: int, groups: int, hard: bool,
 ) -> Tensor:  # fmt: skip
     of_logits = torch.empty_like(logits)
     rows, groups_here, candidates = logits.shape
     pairs = rows * groups_here // 2
     _backward[(triton.cdiv(pairs, BLOCK),)](
-        gradient, weight, logits, of_logits, draw, course, salt0, salt1, pairs, groups_here, first_row, first_group,
+        gradient, weight, logits, of_logits, draw, anneal, salt0, salt1, pairs, groups_here, first_row, first_group,
         groups, candidates, groups_here == groups, hard, BLOCK, num_warps=WARPS,
     )  # fmt: skip
     return of_logits
@@ -114,13 +114,13 @@ def _(gradient: Tensor, weight: Tensor, logits: Tensor, *rest: Any) -> Tensor:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    weight, logits, draw, course, *ctx.rest = inputs
-    ctx.save_for_backward(weight, logits, draw, course)
+    weight, logits, draw, anneal, *ctx.rest = inputs
+    ctx.save_for_backward(weight, logits, draw, anneal)
 
 
 def _autograd_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    weight, logits, draw, course = ctx.saved_tensors
-    of_logits = _masked_weight_backward(gradient.contiguous(), weight, logits, draw, course, *ctx.rest)
+    weight, logits, draw, anneal = ctx.saved_tensors
+    of_logits = _masked_weight_backward(gradient.contiguous(), weight, logits, draw, anneal, *ctx.rest)
     return None, of_logits, *[None] * (2 + len(ctx.rest))
 
 
@@ -132,13 +132,13 @@ _NOT_SPECIAL = ["salt0", "salt1", "first_row", "first_group", "groups"]
 
 @triton.jit(do_not_specialize=_NOT_SPECIAL)
 def _forward(
-    weights, logits, products, draw, course, salt0, salt1, pairs, groups_here, first_row, first_group, groups,
+    weights, logits, products, draw, anneal, salt0, salt1, pairs, groups_here, first_row, first_group, groups,
     candidates: tl.constexpr, whole_rows: tl.constexpr, hard: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0).to(tl.int64) * block
     pair = tl.arange(0, block)
     here = pair < pairs - first
-    scale, temperature = tl.load(course), tl.load(course + 1)
+    scale, temperature = tl.load(anneal), tl.load(anneal + 1)
     key0, key1 = _key(draw, salt0, salt1)
     a, b = _two_of_logits(logits + first * 2 * candidates, pair, here, candidates)
     group = 2 * (first + pair)
@@ -156,13 +156,13 @@ def _forward(
 
 @triton.jit(do_not_specialize=_NOT_SPECIAL)
 def _backward(
-    gradients, weights, logits, of_logits, draw, course, salt0, salt1, pairs, groups_here, first_row, first_group,
+    gradients, weights, logits, of_logits, draw, anneal, salt0, salt1, pairs, groups_here, first_row, first_group,
     groups, candidates: tl.constexpr, whole_rows: tl.constexpr, hard: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0).to(tl.int64) * block
     pair = tl.arange(0, block)
     here = pair < pairs - first
-    scale, temperature, weight_reg = tl.load(course), tl.load(course + 1), tl.load(course + 2)
+    scale, temperature, weight_reg = tl.load(anneal), tl.load(anneal + 1), tl.load(anneal + 2)
     key0, key1 = _key(draw, salt0, salt1)
     a, b = _two_of_logits(logits + first * 2 * candidates, pair, here, candidates)
     group = 2 * (first + pair)
@@ -226,9 +226,9 @@ def _gumbel(word):
 
 
 @triton.jit
-def _choice(logits, place, key0, key1, scale, temperature, candidates: tl.constexpr):
+def _choice(logits, offset, key0, key1, scale, temperature, candidates: tl.constexpr):
     """The probabilities of a group's candidates; for 1:4 the last two are placeholders."""
-    drawn = _mixed(place * _GROUP_STEP + key0) + key1
+    drawn = _mixed(offset * _GROUP_STEP + key0) + key1
     cold, scale = 1.0 / temperature, scale * 1.4426950408889634
     z0 = (logits[0] * scale + _gumbel(_mixed(drawn))) * cold
     z1 = (logits[1] * scale + _gumbel(_mixed(drawn + _STEP1))) * cold

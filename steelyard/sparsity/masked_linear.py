@@ -27,11 +27,11 @@ from steelyard.sparsity.target_modules import chosen, maskable
 
 
 @dataclass(eq=False)
-class Course:
+class AnnealState:
     """Shared by all masked modules of a stage: values of the step, on the device, and the candidate masks."""
 
     candidates_CM: Tensor
-    course_3: Tensor
+    anneal_3: Tensor
     """Scale, temperature and weight_reg of the step."""
     hard: bool
     step_2: Tensor
@@ -47,33 +47,33 @@ class MaskedLinear(Linear):
     draw: Tensor | None = None
     """Identifies the micro-batch and the parameter: `gumbel.draw_of` plus the salt."""
 
-    def __init__(self, linear: Linear, course: Course) -> None:
+    def __init__(self, linear: Linear, anneal: AnnealState) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, linear.bias
-        candidates, group = course.candidates_CM.shape
+        candidates, group = anneal.candidates_CM.shape
         self.groups = linear.in_features // group
         shape = (linear.out_features, self.groups, candidates)
         self.mask_logits = nn.Parameter(torch.empty(shape, dtype=torch.float32, device=linear.weight.device))
-        self.course = course
+        self.anneal = anneal
 
     @property
-    def place(self) -> GroupOffset:
+    def offset(self) -> GroupOffset:
         """The offset of this rank's shard in the whole weight."""
-        dim, index, _ = self.part
+        dim, index, _ = self.shard
         rows, groups, _ = self.mask_logits.shape
         return GroupOffset(index * rows, 0, self.groups) if dim == 0 else GroupOffset(0, index * groups, self.groups)
 
     def forward(self, x: Tensor) -> Tensor:
         """The product with the masked weight."""
-        weight, course = self.weight.to(x.dtype), self.course
-        if not course.dense and self.draw is None:
-            weight = weight * gumbel.argmax_mask(self.mask_logits, course.candidates_CM)
-        elif not course.dense and self.draw is not None:
+        weight, anneal = self.weight.to(x.dtype), self.anneal
+        if not anneal.dense and self.draw is None:
+            weight = weight * gumbel.argmax_mask(self.mask_logits, anneal.candidates_CM)
+        elif not anneal.dense and self.draw is not None:
             arithmetic = _arithmetic(weight, self.mask_logits)
             weight = arithmetic(
-                weight, self.mask_logits, course.candidates_CM, self.draw, course.course_3, (0, 0), self.place,
-                course.hard,
+                weight, self.mask_logits, anneal.candidates_CM, self.draw, anneal.anneal_3, (0, 0), self.offset,
+                anneal.hard,
             )  # fmt: skip
         return self.product(x, weight, self.bias)
 
@@ -88,10 +88,10 @@ class MaskedExperts(ExpertLinear):
     mask_logits: nn.Parameter
     draw: Tensor | None = None
 
-    def __init__(self, linear: ExpertLinear, course: Course) -> None:
+    def __init__(self, linear: ExpertLinear, anneal: AnnealState) -> None:
         nn.Module.__init__(self)
-        self.weight, self.course = linear.weight, course
-        candidates, group = course.candidates_CM.shape
+        self.weight, self.anneal = linear.weight, anneal
+        candidates, group = anneal.candidates_CM.shape
         experts, rows, columns = linear.weight.shape
         self.groups = columns // group
         shape = (experts, rows, self.groups, candidates)
@@ -99,32 +99,32 @@ class MaskedExperts(ExpertLinear):
 
     def forward(self, x_SD: Tensor, counts_X: Tensor) -> Tensor:
         """The product of each slot with the masked matrix of its expert."""
-        weight_XOI, course = self.weight.to(x_SD.dtype), self.course
-        if not course.dense and self.draw is None:
-            weight_XOI = weight_XOI * gumbel.argmax_mask(self.mask_logits, course.candidates_CM)
-        elif not course.dense:
+        weight_XOI, anneal = self.weight.to(x_SD.dtype), self.anneal
+        if not anneal.dense and self.draw is None:
+            weight_XOI = weight_XOI * gumbel.argmax_mask(self.mask_logits, anneal.candidates_CM)
+        elif not anneal.dense:
             weight_XOI = self._drawn(weight_XOI)
         return self.product(x_SD, weight_XOI, counts_X)
 
     def _drawn(self, weight_XOI: Tensor) -> Tensor:
-        course, (dim, index, pieces), (first, ranks) = self.course, self.part, self.expert_part
+        anneal, (dim, index, count), (first, ranks) = self.anneal, self.shard, self.expert_shard
         experts, rows, groups, _ = self.mask_logits.shape
         first *= experts
         # A rank of the expert axis computes for the micro-batches of all its ranks, but adds the regulariser once.
-        course_3 = torch.cat([course.course_3[:2], course.course_3[2:] * ranks])
+        anneal_3 = torch.cat([anneal.anneal_3[:2], anneal.anneal_3[2:] * ranks])
 
-        def drawn(weight_OI: Tensor, logits_OGC: Tensor, place: GroupOffset) -> Tensor:
+        def drawn(weight_OI: Tensor, logits_OGC: Tensor, offset: GroupOffset) -> Tensor:
             return _arithmetic(weight_OI, logits_OGC)(
-                weight_OI, logits_OGC, course.candidates_CM, self.draw, course_3, (0, 0), place, course.hard
+                weight_OI, logits_OGC, anneal.candidates_CM, self.draw, anneal_3, (0, 0), offset, anneal.hard
             )
 
-        if dim == 1 and pieces > 1:  # The rows of consecutive experts are not consecutive.
-            places = [
-                GroupOffset((first + number) * rows * pieces + index * rows, 0, groups) for number in range(experts)
+        if dim == 1 and count > 1:  # The rows of consecutive experts are not consecutive.
+            offsets = [
+                GroupOffset((first + number) * rows * count + index * rows, 0, groups) for number in range(experts)
             ]
-            return torch.stack([drawn(*each) for each in zip(weight_XOI, self.mask_logits, places, strict=True)])
-        place = GroupOffset(first * rows, index * groups if dim == 2 else 0, self.groups)
-        return drawn(weight_XOI.flatten(0, 1), self.mask_logits.flatten(0, 1), place).view_as(weight_XOI)
+            return torch.stack([drawn(*each) for each in zip(weight_XOI, self.mask_logits, offsets, strict=True)])
+        offset = GroupOffset(first * rows, index * groups if dim == 2 else 0, self.groups)
+        return drawn(weight_XOI.flatten(0, 1), self.mask_logits.flatten(0, 1), offset).view_as(weight_XOI)
 
 
 def masked_sizes(recipe: Recipe) -> dict[str, tuple[int, ...]]:
@@ -153,27 +153,27 @@ def freeze(model: LanguageModel) -> None:
     model.tie()
 
 
-def put_masks(model: LanguageModel, names: Container[str], seed: int, course: Course) -> None:
+def put_masks(model: LanguageModel, names: Container[str], seed: int, anneal: AnnealState) -> None:
     """Replace linear modules of a frozen model by masked ones, and wrap their layers in `MaskedLayer`."""
     kinds = (MaskedLinear, MaskedExperts)
 
     def masked_of(linear: Any, _: str) -> nn.Module:
-        return kinds[isinstance(linear, ExpertLinear)](linear, course)
+        return kinds[isinstance(linear, ExpertLinear)](linear, anneal)
 
     replace_linears(model, names, masked_of)
     for number, layer in list(model.layers.items()):
         masked = {name: module for name, module in layer.named_modules() if isinstance(module, kinds)}
         if masked:
             salts = [gumbel.salt_of(seed, f"layers.{number}.{name}.weight") for name in masked]
-            salts_N2 = torch.tensor(salts, dtype=torch.int32, device=course.candidates_CM.device)
+            salts_N2 = torch.tensor(salts, dtype=torch.int32, device=anneal.candidates_CM.device)
             model.layers[number] = MaskedLayer(layer, list(masked.values()), salts_N2)
 
 
-def course_of(sparsity: SparsitySection, device: torch.device) -> Course:
+def anneal_state_of(sparsity: SparsitySection, device: torch.device) -> AnnealState:
     """The shared values of a run's masked modules, before its first step."""
     candidates = Pattern.parse(sparsity.pattern).candidates().to(device)
     step_2 = torch.zeros(2, dtype=torch.int32, device=device)
-    return Course(candidates, torch.ones(3, device=device), sparsity.hard, step_2)
+    return AnnealState(candidates, torch.ones(3, device=device), sparsity.hard, step_2)
 
 
 def _arithmetic(weight_OI: Tensor, logits_OGC: Tensor) -> Callable[..., Tensor]:
@@ -181,7 +181,7 @@ def _arithmetic(weight_OI: Tensor, logits_OGC: Tensor) -> Callable[..., Tensor]:
     if weight_OI.is_cuda:
         from steelyard.sparsity import masked_kernels
 
-        if masked_kernels.suits(weight_OI, logits_OGC):
+        if masked_kernels.supports(weight_OI, logits_OGC):
             return masked_kernels.masked_weight
     return gumbel.masked_weight
 
@@ -204,6 +204,6 @@ class MaskedLayer(TransformerLayer):
         is_drawn = sample_ids_B is not None and self.training
         of_batch_2 = gumbel.draw_of(sample_ids_B) if is_drawn and sample_ids_B is not None else None
         for linear, salt_2 in zip(self.masked, self.salts_N2, strict=True):
-            draw_2 = linear.course.step_2 if isinstance(linear, MaskedExperts) else of_batch_2
+            draw_2 = linear.anneal.step_2 if isinstance(linear, MaskedExperts) else of_batch_2
             linear.draw = draw_2 + salt_2 if is_drawn and draw_2 is not None else None
         return super().compute(x_BLD, inputs)

@@ -23,8 +23,8 @@ from steelyard.parallel.mesh import Mesh, alone
 from steelyard.parallel.param_shards import ParamShard
 from steelyard.parallel.world import World, gather_errors, raise_on_all_ranks, run_on_rank0
 from steelyard.sparsity import frozen_base
-from steelyard.sparsity.mask_prior import check_masks, held, refuse_fewer
-from steelyard.sparsity.mask_sources import SPARSITY, Carried, Masks, carried, masks_of
+from steelyard.sparsity.mask_prior import check_masks, local_shard, refuse_fewer
+from steelyard.sparsity.mask_sources import SPARSITY, MaskedCheckpoint, Masks, masked_checkpoint, masks_of
 from steelyard.sparsity.masked_linear import masked_sizes, replace_linears
 from steelyard.sparsity.patterns import Pattern, place_hash
 from steelyard.sparsity.pruned_source import through
@@ -44,11 +44,11 @@ class MaskedMatrices(Extension):
         self.recipe, self.sparsity = recipe, recipe.sparsity
         self.names = masked_sizes(recipe)
         self.mesh: Mesh = alone()
-        self.parts: list[ParamShard] = []
+        self.param_shards: list[ParamShard] = []
 
-    def assembled(self, stages: dict[int, LanguageModel], parts: list[ParamShard], mesh: Mesh) -> None:
+    def parallelized(self, stages: dict[int, LanguageModel], param_shards: list[ParamShard], mesh: Mesh) -> None:
         """Collect the masked weights among the parameter shards."""
-        self.mesh, self.parts = mesh, [part for part in parts if part.name in self.names]
+        self.mesh, self.param_shards = mesh, [shard for shard in param_shards if shard.name in self.names]
 
     def state(self) -> dict[str, Any]:
         """The method, the pattern and the masked matrices."""
@@ -58,9 +58,9 @@ class MaskedMatrices(Extension):
     def zeros_2(self) -> Tensor:
         """This rank's number of zeros in the masked weights, and of weights; shards of several ranks are split."""
         sums_2 = torch.zeros(2, dtype=torch.float64, device=devices.choose(self.recipe))
-        for part in self.parts:
-            zeros = part.tensor.numel() - part.tensor.count_nonzero()
-            sums_2 += torch.stack([zeros, torch.full_like(zeros, part.tensor.numel())]).double() / part.copies
+        for shard in self.param_shards:
+            zeros = shard.tensor.numel() - shard.tensor.count_nonzero()
+            sums_2 += torch.stack([zeros, torch.full_like(zeros, shard.tensor.numel())]).double() / shard.copies
         return sums_2
 
     def mask_file(self, weights: str, world: World) -> Masks | None:
@@ -127,8 +127,8 @@ class FixedZeros(MaskedMatrices):
             how = super().start(engine, world)
         with raise_on_all_ranks(world):
             if masks is not None:
-                for part in self.parts:
-                    part.tensor.mul_(held(masks.mask(part.name), part).to(part.tensor.device))
+                for shard in self.param_shards:
+                    shard.tensor.mul_(local_shard(masks.mask(shard.name), shard).to(shard.tensor.device))
             zeros = self.metrics()["zeros"]
             if zeros == 0:
                 raise UserError(
@@ -138,12 +138,12 @@ class FixedZeros(MaskedMatrices):
                 )
         return f"{how}, {100 * zeros:.1f}% of the masked weights are zero"
 
-    def _attached_masks(self, origin: str, world: World) -> Carried | None:
+    def _attached_masks(self, origin: str, world: World) -> MaskedCheckpoint | None:
         """The masks of a run or checkpoint and their weights, which rank 0 verifies."""
         moved_to = self.sparsity.base
-        has_masks = run_on_rank0(world, lambda: carried(origin, moved_to, hint=MOVED) is not None)
+        has_masks = run_on_rank0(world, lambda: masked_checkpoint(origin, moved_to, hint=MOVED) is not None)
         with raise_on_all_ranks(world):
-            attached = carried(origin, moved_to, checks=False, hint=MOVED) if has_masks else None
+            attached = masked_checkpoint(origin, moved_to, checks=False, hint=MOVED) if has_masks else None
             if moved_to is not None and (attached is None or attached.identity is None):
                 raise UserError(
                     f"sparsity.base is set, but {origin} has its own weights and is not a mask-learning run",
@@ -152,7 +152,7 @@ class FixedZeros(MaskedMatrices):
                 )
         return attached
 
-    def _start_under_masks(self, attached: Carried, engine: Engine) -> str:
+    def _start_under_masks(self, attached: MaskedCheckpoint, engine: Engine) -> str:
         """Load the weights with the masks of a run or checkpoint applied."""
         pieces = engine.state_shards(for_saving=False, with_optimizer=False)
         formats.load_shards(through(attached), pieces, self.recipe.model)
@@ -174,7 +174,7 @@ class _LargestProduct:
         self.linear, self.product, self.pattern, self.decay_1 = linear, linear.product, pattern, decay_1
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        dim, index, _ = self.linear.part
+        dim, index, _ = self.linear.shard
         rows, columns = weight.shape
         first = (index * rows, 0) if dim == 0 else (0, index * columns)
         mask = self.pattern.keep_best(weight.detach().abs(), place_hash(weight.shape, weight.device, first))

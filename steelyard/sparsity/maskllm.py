@@ -18,7 +18,7 @@ from torch import Tensor
 
 from steelyard.checkpoint.formats import CheckpointSource
 from steelyard.checkpoint.formats.key_mapping import Entry, taken_apart
-from steelyard.checkpoint.formats.mapped_tensors import Mapped
+from steelyard.checkpoint.formats.mapped_tensors import MappedSource
 from steelyard.checkpoint.formats.megatron import Ranks
 from steelyard.core.errors import UserError
 from steelyard.sparsity.patterns import Pattern
@@ -29,7 +29,7 @@ PATTERNS = {6: Pattern(2, 4), 4: Pattern(1, 4)}  # by the number of candidates
 
 def masks_in(source: CheckpointSource) -> MaskLlm | None:
     """The masks of a MaskLLM checkpoint, or None if it is something else."""
-    if isinstance(source, Mapped) and isinstance(source.store, Ranks) and source.store.masks:
+    if isinstance(source, MappedSource) and isinstance(source.store, Ranks) and source.store.masks:
         return MaskLlm(source, source.store)
     return None
 
@@ -37,7 +37,7 @@ def masks_in(source: CheckpointSource) -> MaskLlm | None:
 class MaskLlm:
     """The masks of a checkpoint, one matrix at a time."""
 
-    def __init__(self, source: Mapped, ranks: Ranks) -> None:
+    def __init__(self, source: MappedSource, ranks: Ranks) -> None:
         self.path: Path = source.path
         self.base: dict[str, Any] = {}  # The weights are in the same checkpoint.
         self._config, self._ranks = source.config, ranks

@@ -32,7 +32,7 @@ from steelyard.sparsity.finished_layers import FinishedLayers
 from steelyard.sparsity.layerwise import LayerOnDevice, Task, batches_of, pruned_layers
 from steelyard.sparsity.patterns import Pattern
 from steelyard.sparsity.prune_request import PruneRequest, method_and_update
-from steelyard.sparsity.pruned_source import BeingPruned
+from steelyard.sparsity.pruned_source import PartlyPrunedSource
 from steelyard.sparsity.target_modules import chosen, maskable
 from steelyard.training.device import NAMES, device_for, dtype_for
 
@@ -172,7 +172,8 @@ def _write(
         each = ((name, matrix.mask_OI) for layer in layers for name, matrix in layer.matrices.items())
         mask_file.write(request.destination, each, task.pattern, frozen_base.identity(source), about)
     else:
-        convert(BeingPruned(source, layers, task.names), request.destination, Target("hf", tokenizer=request.tokenizer))
+        pruned = PartlyPrunedSource(source, layers, task.names)
+        convert(pruned, request.destination, Target("hf", tokenizer=request.tokenizer))
 
 
 def _totals(report: list[dict[str, Any]], sizes: dict[str, tuple[int, ...]]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from steelyard.core.errors import UserError
 from steelyard.sparsity import frozen_base
 from steelyard.sparsity.layerwise import LayerOnDevice
 from steelyard.sparsity.mask_file import MaskFile
-from steelyard.sparsity.mask_sources import Carried, Masks, carried
+from steelyard.sparsity.mask_sources import MaskedCheckpoint, Masks, masked_checkpoint
 from steelyard.text.tokenizer import Tokenizer
 
 DENSE = "none"  # The value of `--mask` that leaves out a model's masks.
@@ -26,7 +26,7 @@ class SourceView(CheckpointSource):
     def __init__(self, source: CheckpointSource) -> None:
         self.source = source
         self.format, self.path, self.config, self.dtype = source.format, source.path, source.config, source.dtype
-        self.step, self.layout, self.extra = source.step, source.layout, source.extra
+        self.step, self.layout, self.hf_metadata = source.step, source.layout, source.hf_metadata
         self.tokenizer, self.tokenizer_files = source.tokenizer, source.tokenizer_files
 
     def names(self) -> list[str]:
@@ -68,7 +68,7 @@ class MaskedSource(SourceView):
         return whole.masked_fill(~self.masks.mask(name), 0) if name in self._masked else whole
 
 
-class BeingPruned(SourceView):
+class PartlyPrunedSource(SourceView):
     """A source whose layers are pruned when they are read, in order; only one is in memory at a time."""
 
     def __init__(self, source: CheckpointSource, layers: Iterator[LayerOnDevice], names: list[str]) -> None:
@@ -95,7 +95,7 @@ def masked(source: CheckpointSource, mask: str | Path, checks: bool = True) -> C
     return view
 
 
-def through(attached: Carried) -> CheckpointSource:
+def through(attached: MaskedCheckpoint) -> CheckpointSource:
     """The weights of a run or checkpoint with its masks applied."""
     view = MaskedSource(attached.base, attached.masks)
     view.path, view.step = attached.masks.path, attached.step
@@ -114,7 +114,7 @@ def opened(
     For learned masks the weights are those of the base, which may have `moved_to` another path. `checks` verifies that
     the masks belong to the weights, which reads all of them: with many ranks only one needs to.
     """
-    attached = carried(path, moved_to, checks)
+    attached = masked_checkpoint(path, moved_to, checks)
     source = open_source(path) if attached is None else attached.base
     if mask == DENSE:
         return source

@@ -1,4 +1,4 @@
-"""A model of a known shape with random 2:4 weights, to measure its speed without a checkpoint."""
+"""A model of a known config with random 2:4 weights, to measure its speed without a checkpoint."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from steelyard.checkpoint.formats import CheckpointSource
-from steelyard.checkpoint.formats.compressed_tensors import GROUP, KEPT, PARTS, WEIGHT, matrices
+from steelyard.checkpoint.formats.compressed_tensors import GROUP, NONZEROS, PARTS, WEIGHT, matrices
 from steelyard.checkpoint.formats.row_scales import ValueFormat
 from steelyard.checkpoint.formats.source import expected_sizes
 from steelyard.core.recipe import load_recipe
-from steelyard.sparsity.semi_structured import Compressing, compressed_parts
+from steelyard.sparsity.semi_structured import CompressedView, compressed_parts
 
 STD = 0.02
 DISTINCT_ROWS = 1024  # of a matrix; more would take longer and change no time
-PAIRS = list(itertools.combinations(range(GROUP), KEPT))  # the places that a group may keep
+PAIRS = list(itertools.combinations(range(GROUP), NONZEROS))  # the positions of nonzero weights in a group
 
 
 class RandomSource(CheckpointSource):
@@ -27,9 +27,9 @@ class RandomSource(CheckpointSource):
 
     format = "random"
 
-    def __init__(self, shape: str) -> None:
-        self.path, self.config, self.dtype = Path(shape), load_recipe(shape).model, torch.bfloat16
-        self.layout, self.extra, self.tokenizer_files = {}, {}, []
+    def __init__(self, recipe: str) -> None:
+        self.path, self.config, self.dtype = Path(recipe), load_recipe(recipe).model, torch.bfloat16
+        self.layout, self.hf_metadata, self.tokenizer_files = {}, {}, []
         self._sizes = expected_sizes(self.config)
         self.pruned = matrices(self._sizes)
 
@@ -49,11 +49,11 @@ class RandomSource(CheckpointSource):
         return _random(_kind(name), size, name in self.pruned)
 
 
-class RandomCompressed(Compressing):
+class RandomCompressed(CompressedView):
     """The same with compressed matrices."""
 
-    def __init__(self, shape: str, value_format: ValueFormat | None = None) -> None:
-        source = RandomSource(shape)
+    def __init__(self, recipe: str, value_format: ValueFormat | None = None) -> None:
+        source = RandomSource(recipe)
         super().__init__(source, source.pruned, value_format)
 
     def tensor(self, name: str) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from steelyard.checkpoint.formats import CheckpointSource, row_scales
 from steelyard.checkpoint.formats.compressed_tensors import (
     INDICES,
-    KEPT,
+    NONZEROS,
     PARTS,
     SCALES,
     VALUES,
@@ -35,7 +35,7 @@ from steelyard.core.errors import UserError
 from steelyard.sparsity.calibration import Calibration, Windows, windows_of
 from steelyard.sparsity.layerwise import CPU, LayerOnDevice, Task, pruned_layers
 from steelyard.sparsity.patterns import Pattern
-from steelyard.sparsity.pruned_source import BeingPruned, SourceView
+from steelyard.sparsity.pruned_source import PartlyPrunedSource, SourceView
 from steelyard.training.device import dtype_for
 
 BLOCK_WORDS, BLOCK_GROUPS = 16, 128
@@ -52,8 +52,8 @@ class Packed:
     """(outputs, 2 * groups), 16-bit floats, or fp8 or int8 with scales."""
     words: Tensor
     """(outputs, words of a row), int32."""
-    places: Tensor | None = None
-    """The metadata for `sparse_mma` (see `places_of`); None unless the matrix consists of whole tiles and blocks."""
+    metadata: Tensor | None = None
+    """The metadata for `sparse_mma` (see `metadata_of`); None unless the matrix consists of whole tiles and blocks."""
     scales: Tensor | None = None
     """(outputs,), fp32: each row of 8-bit values is multiplied by one."""
 
@@ -65,12 +65,12 @@ class Packed:
     @property
     def groups(self) -> int:
         """Groups of four inputs in a row."""
-        return self.values.shape[1] // KEPT
+        return self.values.shape[1] // NONZEROS
 
 
 def packed(values: Tensor, indices: Tensor, scales: Tensor | None = None) -> Packed:
     """A compressed matrix in the layout of the GPU kernels."""
-    groups = values.shape[1] // KEPT
+    groups = values.shape[1] // NONZEROS
     masks = masks_of(indices, groups)
     blocks = -(-groups // BLOCK_GROUPS)
     filled = torch.zeros(len(masks), blocks * BLOCK_GROUPS, dtype=torch.int32, device=masks.device)
@@ -79,15 +79,15 @@ def packed(values: Tensor, indices: Tensor, scales: Tensor | None = None) -> Pac
     words = torch.zeros(len(masks), blocks, BLOCK_WORDS, dtype=torch.int32, device=masks.device)
     for step in range(8):
         words |= steps[:, :, step] << 4 * step
-    places = None
+    metadata = None
     if len(masks) % TILE == 0 and groups % BLOCK_GROUPS == 0:
         # The slots of 8-bit values: see `sparse_mma.py`.
         in_slots = masks if scales is None else masks.unflatten(1, (-1, 4, 2, 4)).transpose(2, 3).flatten(1)
-        places = places_of(in_slots)
-    return Packed(values.contiguous(), words.flatten(1), places, scales)
+        metadata = metadata_of(in_slots)
+    return Packed(values.contiguous(), words.flatten(1), metadata, scales)
 
 
-def places_of(masks: Tensor) -> Tensor:
+def metadata_of(masks: Tensor) -> Tensor:
     """The positions of each group's two weights, from its mask (outputs, groups), as the metadata of `mma.sp`.
 
     Group 32 t + 4 s + i is in slot s. For each tile of rows and each block a thread has eight words, in two times four:
@@ -117,7 +117,7 @@ def dense(held: Packed) -> Tensor:
     return whole.flatten(1)
 
 
-class Compressing(SourceView):
+class CompressedView(SourceView):
     """A view of a checkpoint that compresses its 2:4 matrices, with the interface of `CompressedSource`."""
 
     def __init__(
@@ -143,7 +143,7 @@ class Compressing(SourceView):
 def compressed_parts(
     weight: Tensor, value_format: ValueFormat | None, calibrated: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """A compressed matrix by the ends of the names of its tensors; `calibrated` as in `Compressing`."""
+    """A compressed matrix by the ends of the names of its tensors; `calibrated` as in `CompressedView`."""
     values, indices = compress(weight)
     if value_format is None:
         return {VALUES: values, INDICES: indices}
@@ -154,11 +154,11 @@ def compressed_parts(
 
 def compressible(
     source: CheckpointSource, allow_dense: bool, value_format: ValueFormat | None = None
-) -> CompressedSource | Compressing:
+) -> CompressedSource | CompressedView:
     """A checkpoint with the list of its 2:4 matrices. Without `allow_dense`, other matrices raise an error."""
     if isinstance(source, CompressedSource):
         is_same = source.value_format == value_format
-        return source if is_same else Compressing(source, source.compressed, value_format)
+        return source if is_same else CompressedView(source, source.compressed, value_format)
     names = matrices(source.sizes())
     sparse: list[tuple[str, str | None]] = []
     others: list[tuple[str, str | None]] = []
@@ -175,7 +175,7 @@ def compressible(
             hint="prune it (steelyard prune --pattern 2:4) or give a mask file with --mask; "
             "--allow-dense keeps other matrices dense",
         )
-    return Compressing(source, [name for name, _ in sparse], value_format)
+    return CompressedView(source, [name for name, _ in sparse], value_format)
 
 
 def export(
@@ -204,9 +204,9 @@ def export(
     view = compressible(source, allow_dense, value_format)
     if tokens is not None:
         assert value_format is not None, "only 8-bit values are calibrated"
-        assert isinstance(view, Compressing), "this format was refused above"
+        assert isinstance(view, CompressedView), "this format was refused above"
         console.say(f"calibrating with {tokens.described}")
-        view.calibrated = BeingPruned(source, _calibrated(view, tokens, value_format, device), view.compressed)
+        view.calibrated = PartlyPrunedSource(source, _calibrated(view, tokens, value_format, device), view.compressed)
     if dtype is None:
         dtype = source.dtype if source.dtype in (torch.bfloat16, torch.float16) else torch.bfloat16
     if dtype.itemsize < source.dtype.itemsize:
@@ -223,7 +223,7 @@ def export(
 
 
 def _calibrated(
-    view: Compressing, tokens: Windows, value_format: ValueFormat, device: torch.device
+    view: CompressedView, tokens: Windows, value_format: ValueFormat, device: torch.device
 ) -> Iterator[LayerOnDevice]:
     """The layers with the weights that 8-bit values represent."""
     dtype = dtype_for("auto", view.source, device)

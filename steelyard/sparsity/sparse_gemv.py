@@ -20,7 +20,7 @@ become four tiles, one per member, with zeros where the mask is zero, and use th
 independent of the number of rows. If the matrix has too few rows to occupy the GPU (4096x14336), the inputs are also
 split over programs (`parts`). The last program to finish sums the parts, always in the same order, so results are
 reproducible bit for bit. For matrices of whole tiles and blocks, `sparse_mma.py` replaces `_tiles`, and is faster if
-one of its forms divides the matrix well.
+one of its configurations divides the matrix well.
 
 Rejected for `_tiles`, judged by the compiled code: masks in words of 16 or 8 bits, for smaller steps (each bit test
 takes two instructions); some of a word's steps at a time, shifted by a run-time value (the compiler then moves every
@@ -57,7 +57,7 @@ _INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
 @dataclass(frozen=True)
-class Way:
+class GemvConfig:
     """A configuration of a product: kernel, matrix rows and input blocks per program, and the split of the inputs."""
 
     kernel: Literal["vectors", "tiles"]
@@ -74,63 +74,64 @@ class Way:
 # The configurations that are measured for a new shape, with and without a split. A program of `_tiles` takes
 # (stages - 1) * (576 * rows + 16384) bytes of a multiprocessor's shared memory, of which Hopper has 227 KiB.
 VECTORS = (
-    Way("vectors", 32), Way("vectors", 16, blocks=2), Way("vectors", 64), Way("vectors", 8, blocks=4),
-    Way("vectors", 16, warps=2), Way("vectors", 32, stages=3),
+    GemvConfig("vectors", 32), GemvConfig("vectors", 16, blocks=2), GemvConfig("vectors", 64),
+    GemvConfig("vectors", 8, blocks=4), GemvConfig("vectors", 16, warps=2), GemvConfig("vectors", 32, stages=3),
 )  # fmt: skip
 TILES = (
-    Way("tiles", 64, stages=3), Way("tiles", 64, stages=2), Way("tiles", 32, warps=2, stages=3),
-    Way("tiles", 32, warps=2, stages=2), Way("tiles", 128, warps=8, stages=3), Way("tiles", 128, stages=2),
+    GemvConfig("tiles", 64, stages=3), GemvConfig("tiles", 64, stages=2), GemvConfig("tiles", 32, warps=2, stages=3),
+    GemvConfig("tiles", 32, warps=2, stages=2), GemvConfig("tiles", 128, warps=8, stages=3),
+    GemvConfig("tiles", 128, stages=2),
 )  # fmt: skip
 PARTS = (1, 2, 4, 7)
 PROGRAMS = (100, 1200)  # per product: fewer leave multiprocessors idle, more only sum more parts
 
 
-def ways(rows: int, packed: Packed) -> list[Way | sparse_mma.Form]:
+def configs(rows: int, packed: Packed) -> list[GemvConfig | sparse_mma.MmaConfig]:
     """The configurations for a number of input rows and a matrix; the first is a good guess."""
-    in_cores = [] if packed.places is None or _INTERPRETED else sparse_mma.forms(packed)
+    in_cores = [] if packed.metadata is None or _INTERPRETED else sparse_mma.configs(packed)
     blocks = packed.words.shape[1] // BLOCK_WORDS
     fewest, most = PROGRAMS
-    found: list[tuple[int, Way]] = []
-    for form in {1: VECTORS, 2: (*TILES, *VECTORS[:3])}.get(rows, TILES):
-        programs = triton.cdiv(packed.outputs, form.rows) * (rows if form.kernel == "vectors" else 1)
+    found: list[tuple[int, GemvConfig]] = []
+    for config in {1: VECTORS, 2: (*TILES, *VECTORS[:3])}.get(rows, TILES):
+        programs = triton.cdiv(packed.outputs, config.rows) * (rows if config.kernel == "vectors" else 1)
         for parts in PARTS:
             # Split only if there are enough blocks and not too many programs.
-            if parts == 1 or (parts * form.blocks <= blocks and programs * parts <= min(most, sparse_mma.COUNTERS)):
-                found.append((programs * parts, replace(form, parts=parts)))
-    enough = [way for programs, way in found if programs >= fewest] or [way for _, way in found]
-    # If a form fits the matrix well, the others are only a fallback for GPUs without the instruction.
+            if parts == 1 or (parts * config.blocks <= blocks and programs * parts <= min(most, sparse_mma.COUNTERS)):
+                found.append((programs * parts, replace(config, parts=parts)))
+    enough = [config for programs, config in found if programs >= fewest] or [config for _, config in found]
+    # If one of them fits the matrix well, the others are only a fallback for GPUs without the instruction.
     is_enough = rows > 1 and bool(in_cores) and sparse_mma.warps(in_cores[0], packed) >= sparse_mma.WARPS // 2
     return [*in_cores, *(enough[:1] if is_enough else enough)]
 
 
-def few_rows(x_BI: Tensor, packed: Packed, way: Way | sparse_mma.Form) -> Tensor:
+def few_rows(x_BI: Tensor, packed: Packed, config: GemvConfig | sparse_mma.MmaConfig) -> Tensor:
     """The product of 1 to 16 rows, with one of the configurations."""
-    if isinstance(way, sparse_mma.Form):
-        return sparse_mma.few_rows(x_BI, packed, way)
+    if isinstance(config, sparse_mma.MmaConfig):
+        return sparse_mma.few_rows(x_BI, packed, config)
     batch, inputs = x_BI.shape
     outputs, words = packed.words.shape
     y_BO = x_BI.new_empty(batch, outputs)
     x = x_BI.contiguous().view(torch.int64)
-    steps = triton.cdiv(words, way.blocks * BLOCK_WORDS * way.parts)
+    steps = triton.cdiv(words, config.blocks * BLOCK_WORDS * config.parts)
     # No mask is needed if blocks, parts and rows divide evenly.
     even = (
-        words == steps * way.parts * way.blocks * BLOCK_WORDS
+        words == steps * config.parts * config.blocks * BLOCK_WORDS
         and inputs == 4 * BLOCK_GROUPS // BLOCK_WORDS * words
-        and outputs % way.rows == 0
+        and outputs % config.rows == 0
     )
-    programs = triton.cdiv(outputs, way.rows)
-    repeats = batch if way.kernel == "vectors" else 1
+    programs = triton.cdiv(outputs, config.rows)
+    repeats = batch if config.kernel == "vectors" else 1
     sums, done = y_BO, y_BO
-    if way.parts > 1:
+    if config.parts > 1:
         assert programs * repeats <= sparse_mma.COUNTERS, f"{outputs} outputs are too many to split the inputs as well"
-        sums = torch.empty(way.parts, batch, outputs, dtype=torch.float32, device=x_BI.device)
+        sums = torch.empty(config.parts, batch, outputs, dtype=torch.float32, device=x_BI.device)
         done = sparse_mma.counters(x_BI.device)
-    kernel = _tiles if way.kernel == "tiles" else _vectors
+    kernel = _tiles if config.kernel == "tiles" else _vectors
     pairs, scales, stored = decode_values.operands(packed)
-    kernel[(programs, repeats, way.parts)](
+    kernel[(programs, repeats, config.parts)](
         x, pairs, scales, packed.words, y_BO, sums, done, batch, outputs, inputs // 4, words, steps,
-        way.parts, sparse_mma.KINDS[x_BI.dtype], stored, way.rows, way.blocks, even, way.stages, way.parts > 1,
-        num_warps=way.warps, num_stages=way.stages, **dependent_launch.options(x_BI.device),
+        config.parts, sparse_mma.KINDS[x_BI.dtype], stored, config.rows, config.blocks, even, config.stages,
+        config.parts > 1, num_warps=config.warps, num_stages=config.stages, **dependent_launch.options(x_BI.device),
     )  # fmt: skip
     return y_BO
 

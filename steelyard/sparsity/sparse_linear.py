@@ -35,7 +35,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from steelyard.checkpoint.formats.compressed_tensors import KEPT, indices_of_row
+from steelyard.checkpoint.formats.compressed_tensors import NONZEROS, indices_of_row
 from steelyard.checkpoint.formats.row_scales import DTYPES as EIGHT_BIT
 from steelyard.checkpoint.formats.row_scales import ValueFormat
 from steelyard.core.console import console
@@ -50,8 +50,8 @@ COMPILERS = 8  # threads
 ROUNDS = 10
 LARGEST_ERROR = 0.02  # relative to the norm of the product; rounding to 16 bits is a tenth of that
 DTYPES = (torch.bfloat16, torch.float16)
-# sparse_gemv.Way or sparse_mma.Form, whose modules need Triton; the number of a cuSPARSELt algorithm; or None: expand
-Way = Any
+# GemvConfig or MmaConfig, whose modules need Triton; the number of a cuSPARSELt algorithm; or None: expand
+KernelConfig = Any
 # Device, dtype of the input, outputs, groups, binary logarithm of the rows, whether it is recorded, dtype of the values
 Key = tuple[torch.device, torch.dtype, int, int, int, bool, torch.dtype]
 
@@ -63,14 +63,14 @@ class SparseLinear(Linear):
     indices: nn.Parameter | None
     scales: nn.Parameter | Tensor | None
     words: Tensor
-    places: Tensor | None
+    metadata: Tensor | None
     for_many: Tensor
 
     def __init__(self, linear: Linear, dtype: torch.dtype, value_format: ValueFormat | None = None) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features, self.dtype = linear.in_features, linear.out_features, dtype
         self.bias = linear.bias
-        device, rows, kept = linear.weight.device, linear.out_features, linear.in_features // 4 * KEPT
+        device, rows, kept = linear.weight.device, linear.out_features, linear.in_features // 4 * NONZEROS
         stored = dtype if value_format is None else EIGHT_BIT[value_format]
         values = torch.empty(rows, kept, dtype=stored, device=device)
         indices = torch.empty(rows, indices_of_row(linear.in_features), dtype=torch.uint8, device=device)
@@ -84,7 +84,7 @@ class SparseLinear(Linear):
         assert self.indices is not None
         scales = None if self.scales is None else self.scales.detach()
         ours = packed(self.values.detach(), self.indices.detach(), scales)
-        theirs = _cusparselt_form(ours) if ours.values.is_cuda and scales is None else None
+        theirs = _cusparselt_compressed(ours) if ours.values.is_cuda and scales is None else None
         values = ours.values
         if theirs is not None and torch.equal(theirs.flatten()[: values.numel()], values.flatten()):
             values = theirs.flatten()[: values.numel()].view_as(values)
@@ -92,13 +92,13 @@ class SparseLinear(Linear):
         self.register_buffer("values", values)
         self.register_buffer("scales", scales)
         self.register_buffer("words", ours.words)
-        self.register_buffer("places", ours.places if values.is_cuda else None)
+        self.register_buffer("metadata", ours.metadata if values.is_cuda else None)
         self.register_buffer("for_many", values.new_empty(0, dtype=self.dtype) if theirs is None else theirs)
 
     def forward(self, x: Tensor) -> Tensor:
         """The product, with the fastest algorithm."""
         rows = x.flatten(0, -2)
-        y: Tensor = _product(rows, self.values, self.words, self.places, self.for_many, self.scales)
+        y: Tensor = _product(rows, self.values, self.words, self.metadata, self.for_many, self.scales)
         y = y.view(*x.shape[:-1], self.out_features)
         return y if self.bias is None else y + self.bias.to(x.dtype)
 
@@ -132,7 +132,7 @@ class Choices:
     """The fastest algorithm by GPU, matrix, rows, and whether calls are recorded in a graph."""
 
     for_graphs: bool = False
-    found: dict[Key, Way] = field(default_factory=dict)
+    found: dict[Key, KernelConfig] = field(default_factory=dict)
 
 
 CHOICES = Choices()  # Measurements of the process, shared by all models.
@@ -150,47 +150,49 @@ def for_graphs() -> Iterator[None]:
 
 @torch.library.custom_op("steelyard::sparse_product", mutates_args=())
 def _product(
-    x: Tensor, values: Tensor, words: Tensor, places: Tensor | None, for_many: Tensor, scales: Tensor | None
+    x: Tensor, values: Tensor, words: Tensor, metadata: Tensor | None, for_many: Tensor, scales: Tensor | None
 ) -> Tensor:
-    held = Packed(values, words, places, scales)
+    held = Packed(values, words, metadata, scales)
     if not x.is_cuda:
         return F.linear(x, dense(held).to(x.dtype))
     key = _key(x, held)
     if key in CHOICES.found:
-        way = CHOICES.found[key]
+        config = CHOICES.found[key]
     elif torch.cuda.is_current_stream_capturing():
-        way = candidates(x, held, for_many)[0]  # No measurement during capture.
+        config = candidates(x, held, for_many)[0]  # No measurement during capture.
     else:
-        way = choose(x, held, for_many)
-    return multiplied(x, held, for_many, way)
+        config = choose(x, held, for_many)
+    return multiplied(x, held, for_many, config)
 
 
 @_product.register_fake
 def _(
-    x: Tensor, values: Tensor, words: Tensor, places: Tensor | None, for_many: Tensor, scales: Tensor | None
+    x: Tensor, values: Tensor, words: Tensor, metadata: Tensor | None, for_many: Tensor, scales: Tensor | None
 ) -> Tensor:
     return x.new_empty(x.shape[0], values.shape[0])
 
 
-def multiplied(x: Tensor, held: Packed, for_many: Tensor, way: Way) -> Tensor:
+def multiplied(x: Tensor, held: Packed, for_many: Tensor, config: KernelConfig) -> Tensor:
     """The product with one algorithm: a kernel for few rows, a cuSPARSELt algorithm, or expansion (None)."""
     from steelyard.sparsity import sparse_gemv
 
-    if way is None:
+    if config is None:
         return _expanded_product(x, held)
-    return _cusparselt_product(x, for_many, way) if isinstance(way, int) else sparse_gemv.few_rows(x, held, way)
+    if isinstance(config, int):
+        return _cusparselt_product(x, for_many, config)
+    return sparse_gemv.few_rows(x, held, config)
 
 
-def candidates(x: Tensor, held: Packed, for_many: Tensor) -> list[Way]:
+def candidates(x: Tensor, held: Packed, for_many: Tensor) -> list[KernelConfig]:
     """The algorithms that may be the fastest; the first is a good guess."""
     from steelyard.sparsity import sparse_gemv
 
-    found: list[Way] = [*sparse_gemv.ways(len(x), held)] if len(x) <= MOST_FEW_ROWS else []
+    found: list[KernelConfig] = [*sparse_gemv.configs(len(x), held)] if len(x) <= MOST_FEW_ROWS else []
     found += [0] if for_many.numel() else []
     return [*found, None]
 
 
-def choose(x: Tensor, held: Packed, for_many: Tensor) -> Way:
+def choose(x: Tensor, held: Packed, for_many: Tensor) -> KernelConfig:
     """Measure the fastest algorithm for these rows and this matrix.
 
     Algorithms that fail on the GPU or in its compiler are skipped, and so are those with another result than the dense
@@ -205,30 +207,30 @@ def choose(x: Tensor, held: Packed, for_many: Tensor) -> Way:
         _compile(x, held, for_many, found)
     expected = multiplied(x, held, for_many, None).float()
     best, least = None, float("inf")
-    for way in found:
+    for config in found:
         try:
-            error = (multiplied(x, held, for_many, way).float() - expected).norm() / expected.norm().clamp(min=1e-30)
-            milliseconds = _milliseconds(partial(multiplied, x, held, for_many, way))
+            error = (multiplied(x, held, for_many, config).float() - expected).norm() / expected.norm().clamp(min=1e-30)
+            milliseconds = _milliseconds(partial(multiplied, x, held, for_many, config))
         except Exception as problem:
-            console.warn(f"a sparse matrix product fails on this GPU and is not used: {way}: {problem}")
+            console.warn(f"a sparse matrix product fails on this GPU and is not used: {config}: {problem}")
             continue
         if not error < LARGEST_ERROR:
-            console.warn(f"a sparse matrix product has a relative error of {error:.2g} and is not used: {way}")
+            console.warn(f"a sparse matrix product has a relative error of {error:.2g} and is not used: {config}")
         elif milliseconds < least:
-            best, least = way, milliseconds
+            best, least = config, milliseconds
     CHOICES.found[_key(x, held)] = best
     return best
 
 
-def _compile(x: Tensor, held: Packed, for_many: Tensor, ways: list[Way]) -> None:
+def _compile(x: Tensor, held: Packed, for_many: Tensor, configs: list[KernelConfig]) -> None:
     """Call every kernel once, on several threads: the first call compiles it, mostly outside Python."""
 
-    def call(way: Way) -> None:
+    def call(config: KernelConfig) -> None:
         with contextlib.suppress(Exception), torch.cuda.device(x.device), torch.inference_mode():
-            multiplied(x, held, for_many, way)  # An algorithm that fails is named when it is measured.
+            multiplied(x, held, for_many, config)  # An algorithm that fails is named when it is measured.
 
     with ThreadPoolExecutor(COMPILERS) as pool:
-        list(pool.map(call, [way for way in ways if not isinstance(way, int)]))
+        list(pool.map(call, [config for config in configs if not isinstance(config, int)]))
     torch.cuda.synchronize()
 
 
@@ -272,22 +274,22 @@ def _expanded_product(x: Tensor, held: Packed) -> Tensor:
     return F.linear(x, sparse_gemv.expand(held, x.dtype))
 
 
-def _cusparselt_form(held: Packed) -> Tensor | None:
+def _cusparselt_compressed(held: Packed) -> Tensor | None:
     """The matrix in cuSPARSELt's format; None if the library is missing or does not support the matrix."""
     from steelyard.sparsity import sparse_gemv
 
     if held.outputs % MULTIPLE or held.groups * 4 % MULTIPLE or not torch.backends.cusparselt.is_available():
         return None
     try:
-        form: Tensor = torch._cslt_compress(sparse_gemv.expand(held))
-        _cusparselt_product(held.values.new_zeros(MULTIPLE, held.groups * 4), form, 0)
+        compressed: Tensor = torch._cslt_compress(sparse_gemv.expand(held))
+        _cusparselt_product(held.values.new_zeros(MULTIPLE, held.groups * 4), compressed, 0)
     except RuntimeError:  # A GPU that the library does not support.
         return None
-    return form
+    return compressed
 
 
-def _cusparselt_product(x: Tensor, form: Tensor, algorithm: int) -> Tensor:
+def _cusparselt_product(x: Tensor, compressed: Tensor, algorithm: int) -> Tensor:
     rows = len(x)
     padded = F.pad(x, (0, 0, 0, -rows % 8)) if rows % 8 else x
-    y: Tensor = torch._cslt_sparse_mm(form, padded.t(), transpose_result=True, alg_id=algorithm)
+    y: Tensor = torch._cslt_sparse_mm(compressed, padded.t(), transpose_result=True, alg_id=algorithm)
     return y[:rows]

@@ -18,7 +18,7 @@ to 1 and i from 0 to 3: so a thread's words for the four i are 16 contiguous byt
 Values of 8 bits are half as large; there slots q and q + 4 are groups 32 t + 8 q + i and 32 t + 8 q + 4 + i, which are
 16 contiguous bytes together. (Loads of 8 bytes alone, without any product, reached 2.8 TB/s on an H200, and loads of 16
 bytes with the products 3.7.)
-Metadata is stored as the instruction needs it (`semi_structured.places_of`): for each 16 rows and each piece, four
+Metadata is stored as the instruction needs it (`semi_structured.metadata_of`): for each 16 rows and each piece, four
 words per thread.
 
 Weights are read once and bypass the L1 cache, which is left to the inputs. Those of a program's first piece are read
@@ -30,8 +30,8 @@ Values of 8 bits become 16-bit floats in registers (`decode_values.py`); the sca
 
 Rejected, by measurements on an H200: reading the next piece before the present one is multiplied (more registers; as
 fast for 16-bit values; for 8-bit values 13% slower at 28672x4096, 4% faster at 4096x14336), at most 64 registers
-(slower in nearly every form), and requesting all of a program's weights into the L2 cache at its start (3 to 31%
-slower).
+(slower in nearly every configuration), and requesting all of a program's weights into the L2 cache at its start (3 to
+31% slower).
 
 The specification is that of `sparse_gemv.py`. Triton's interpreter does not support inline assembly, so tests replace
 `_four`, `_four_once` and `_multiply` by a model of it.
@@ -66,7 +66,7 @@ ARRANGED_AT_ONCE = 512
 
 
 @dataclass(frozen=True)
-class Form:
+class MmaConfig:
     """How a product is split over warps and programs: tiles of matrix rows, and pieces of inputs."""
 
     tiles: int
@@ -79,33 +79,33 @@ class Form:
     """Programs that take different pieces; the last to finish sums them, in a fixed order."""
 
 
-FORMS = (Form(2, 1, 4), Form(1, 4, 2), Form(1, 2, 4), Form(1, 2, 8), Form(1, 1, 4), Form(2, 2, 2))
+CONFIGS = tuple(MmaConfig(*each) for each in ((2, 1, 4), (1, 4, 2), (1, 2, 4), (1, 2, 8), (1, 1, 4), (2, 2, 2)))
 PARTS = (1, 2, 4, 7)
-WARPS = 2048  # per product: the fastest forms on an H200 had 1,800 to 3,600
+WARPS = 2048  # per product: the fastest configurations on an H200 had 1,800 to 3,600
 TRIED = 6
 
 
-def forms(packed: Packed) -> list[Form]:
-    """The forms that fit a matrix, the most promising first."""
+def configs(packed: Packed) -> list[MmaConfig]:
+    """The configurations that fit a matrix, the most promising first."""
     tiles, pieces = packed.outputs // TILE, packed.groups // PIECE
     found = []
-    for form in (replace(form, parts=parts) for form in FORMS for parts in PARTS):
-        programs, left = divmod(tiles, form.tiles * form.across)
-        if left == 0 and pieces % (form.along * form.parts) == 0 and (form.parts == 1 or programs <= COUNTERS):
-            found.append(form)
+    for config in (replace(config, parts=parts) for config in CONFIGS for parts in PARTS):
+        programs, left = divmod(tiles, config.tiles * config.across)
+        if left == 0 and pieces % (config.along * config.parts) == 0 and (config.parts == 1 or programs <= COUNTERS):
+            found.append(config)
     # A piece of 8-bit values is half as many bytes, so twice as many must be under way.
     wanted = WARPS if packed.scales is None else 2 * WARPS
-    return sorted(found, key=lambda form: abs(math.log2(warps(form, packed) / wanted)))[:TRIED]
+    return sorted(found, key=lambda config: abs(math.log2(warps(config, packed) / wanted)))[:TRIED]
 
 
-def warps(form: Form, packed: Packed) -> int:
+def warps(config: MmaConfig, packed: Packed) -> int:
     """The number of warps of a product."""
-    return packed.outputs // (TILE * form.tiles) * form.along * form.parts
+    return packed.outputs // (TILE * config.tiles) * config.along * config.parts
 
 
-def few_rows(x_BI: Tensor, packed: Packed, form: Form) -> Tensor:
+def few_rows(x_BI: Tensor, packed: Packed, config: MmaConfig) -> Tensor:
     """The product of 1 to 16 rows."""
-    assert packed.places is not None
+    assert packed.metadata is not None
     batch, inputs = x_BI.shape
     outputs, pieces = packed.outputs, packed.groups // PIECE
     pairs, scales, stored = decode_values.operands(packed)
@@ -119,13 +119,14 @@ def few_rows(x_BI: Tensor, packed: Packed, form: Form) -> Tensor:
         x = arranged
     y_BO = x_BI.new_empty(batch, outputs)
     sums, done = y_BO, y_BO
-    if form.parts > 1:
-        sums = torch.empty(form.parts, batch, outputs, dtype=torch.float32, device=x.device)
+    if config.parts > 1:
+        sums = torch.empty(config.parts, batch, outputs, dtype=torch.float32, device=x.device)
         done = counters(x.device)
-    multiply_few[(outputs // (TILE * form.tiles * form.across), form.parts)](
-        x, pairs, scales, packed.places, y_BO, sums, done, batch, outputs, packed.groups, pieces,
-        pieces // (form.along * form.parts), form.parts, KINDS[x_BI.dtype], stored, more, form.tiles, form.across,
-        form.along, form.parts > 1, num_warps=form.across * form.along, **dependent_launch.options(x.device),
+    multiply_few[(outputs // (TILE * config.tiles * config.across), config.parts)](
+        x, pairs, scales, packed.metadata, y_BO, sums, done, batch, outputs, packed.groups, pieces,
+        pieces // (config.along * config.parts), config.parts, KINDS[x_BI.dtype], stored, more, config.tiles,
+        config.across, config.along, config.parts > 1, num_warps=config.across * config.along,
+        **dependent_launch.options(x.device),
     )  # fmt: skip
     return y_BO
 
@@ -163,7 +164,7 @@ def _four_once(address):
 
 
 @triton.jit
-def _multiply(t0, t1, t2, t3, a0, a1, a2, a3, b0, b1, b2, b3, places, late: tl.constexpr, kind: tl.constexpr):
+def _multiply(t0, t1, t2, t3, a0, a1, a2, a3, b0, b1, b2, b3, metadata, late: tl.constexpr, kind: tl.constexpr):
     """Totals plus the product; `late` selects the metadata of threads with q > 1."""
     name: tl.constexpr = "bf16" if kind == tl.bfloat16 else "f16"
     return tl.inline_asm_elementwise(
@@ -171,18 +172,18 @@ def _multiply(t0, t1, t2, t3, a0, a1, a2, a3, b0, b1, b2, b3, places, late: tl.c
         "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9, $10, $11}, {$12, $13, $14, $15}, $16, "
         + ("0x1;" if late else "0x0;"),
         "=f,=f,=f,=f,r,r,r,r,r,r,r,r,f,f,f,f,r",
-        [a0, a1, a2, a3, b0, b1, b2, b3, t0, t1, t2, t3, places],
+        [a0, a1, a2, a3, b0, b1, b2, b3, t0, t1, t2, t3, metadata],
         dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1,
     )  # fmt: skip
 
 
 @triton.jit
-def _read(weights_at, places_at, row_bytes, pieces, piece, stored: tl.constexpr, tiles: tl.constexpr):
+def _read(weights_at, metadata_at, row_bytes, pieces, piece, stored: tl.constexpr, tiles: tl.constexpr):
     """A thread's words of a piece, for each tile: metadata, and the values of both t as they are stored."""
     group_bytes: tl.constexpr = 4 if stored == "" else 2
     at = weights_at + group_bytes * 64 * piece
     first = (
-        _four_once(places_at + 512 * piece),
+        _four_once(metadata_at + 512 * piece),
         _values(at, row_bytes, stored),
         _values(at + 32 * group_bytes, row_bytes, stored),
     )
@@ -191,7 +192,7 @@ def _read(weights_at, places_at, row_bytes, pieces, piece, stored: tl.constexpr,
     else:
         at += 16 * row_bytes
         second = (
-            _four_once(places_at + 512 * (pieces + piece)),
+            _four_once(metadata_at + 512 * (pieces + piece)),
             _values(at, row_bytes, stored),
             _values(at + 32 * group_bytes, row_bytes, stored),
         )
@@ -322,7 +323,7 @@ def arrange(x, arranged, batch, words_of_row, stored: tl.constexpr, at_once: tl.
 
 @triton.jit(do_not_specialize=["batch", "steps", "parts"])
 def multiply_few(
-    x, pairs, scales, places, y, sums, done, batch, outputs, groups, pieces, steps, parts,
+    x, pairs, scales, metadata, y, sums, done, batch, outputs, groups, pieces, steps, parts,
     kind: tl.constexpr, stored: tl.constexpr, more: tl.constexpr, tiles: tl.constexpr, across: tl.constexpr,
     along: tl.constexpr, divided: tl.constexpr, early: tl.constexpr,
 ):  # fmt: skip
@@ -336,7 +337,7 @@ def multiply_few(
     row_bytes = group_bytes * groups.to(tl.int64)
     slot_groups: tl.constexpr = 4 if stored == "" else 8  # from one q to the next
     weights_at = (pairs + (tile * 16 + g).to(tl.int64) * groups + slot_groups * q).to(tl.int64)
-    places_at = (places + tile.to(tl.int64) * pieces * 128 + thread % 32 * 4).to(tl.int64)
+    metadata_at = (metadata + tile.to(tl.int64) * pieces * 128 + thread % 32 * 4).to(tl.int64)
     if more:
         inputs_at = (x + thread % 32 * 4).to(tl.int64)
     else:
@@ -346,7 +347,7 @@ def multiply_few(
     upper = (zero, zero, zero, zero)
     totals = (upper, upper, upper, upper)
     piece = (tl.program_id(1) * steps * along + thread // 32 // across).to(tl.int64)
-    held = _read(weights_at, places_at, row_bytes, pieces, piece, stored, tiles)
+    held = _read(weights_at, metadata_at, row_bytes, pieces, piece, stored, tiles)
     if early:
         let_next_start()
         wait_for_previous()
@@ -354,7 +355,7 @@ def multiply_few(
     for _ in range(1, steps):
         totals = _add_piece(totals, held, inputs_at, odd, piece, kind, stored, more, tiles)
         piece += along
-        held = _read(weights_at, places_at, row_bytes, pieces, piece, stored, tiles)
+        held = _read(weights_at, metadata_at, row_bytes, pieces, piece, stored, tiles)
     upper, lower, upper_more, lower_more = _add_piece(totals, held, inputs_at, odd, piece, kind, stored, more, tiles)
     whole = sums + tl.program_id(1).to(tl.int64) * batch * outputs if divided else y
     _write(upper, first_tile, 0, whole, scales, batch, outputs, stored, tiles, across, along)

@@ -19,9 +19,9 @@ from steelyard.parallel.mesh import Mesh, alone
 from steelyard.parallel.param_shards import ParamShard
 from steelyard.parallel.world import World, gather_errors, raise_on_all_ranks, run_on_rank0
 from steelyard.sparsity import frozen_base, gumbel, masked_linear
-from steelyard.sparsity.distillation import Distilling, DistillingExtension
+from steelyard.sparsity.distillation import DistillationExtension, DistillationLoss
 from steelyard.sparsity.joint_training import JointTraining
-from steelyard.sparsity.mask_prior import MaskPrior, held, refuse_fewer
+from steelyard.sparsity.mask_prior import MaskPrior, local_shard, refuse_fewer
 from steelyard.sparsity.mask_sources import LOGITS, SPARSITY, RunMasks, masks_of
 from steelyard.sparsity.masked_training import MOVED, FixedZeros, SrSte
 from steelyard.sparsity.maskllm import MaskLlm, masks_in
@@ -43,7 +43,7 @@ def extension(recipe: Recipe) -> Extension | None:
     return methods[recipe.sparsity.method](recipe)
 
 
-class LearnedMasks(DistillingExtension):
+class LearnedMasks(DistillationExtension):
     """Mask learning: trains logits over masks. The weights are frozen; checkpoints hold a reference to their base."""
 
     needs_samples = True
@@ -53,33 +53,33 @@ class LearnedMasks(DistillingExtension):
         self.names = masked_linear.masked_sizes(recipe)
         self.base: dict[str, str] = {}
         self.mesh: Mesh = alone()
-        self.course: masked_linear.Course | None = None
+        self.anneal: masked_linear.AnnealState | None = None
         self.numbers = (1.0, 1.0, 0.0)
         self.masked: list[LogitsShard] = []
 
     def transform(self, model: LanguageModel) -> None:
         """Freeze the model and replace linear modules of its layers by masked ones."""
-        if self.course is None:
-            self.course = masked_linear.course_of(self.sparsity, devices.choose(self.recipe))
+        if self.anneal is None:
+            self.anneal = masked_linear.anneal_state_of(self.sparsity, devices.choose(self.recipe))
         masked_linear.freeze(model)
-        masked_linear.put_masks(model, self.names, self.recipe.train.seed, self.course)
+        masked_linear.put_masks(model, self.names, self.recipe.train.seed, self.anneal)
         if self.sparsity.distill:
             weight, temperature = self.sparsity.distill, self.sparsity.distill_temperature
-            self.distilling = Distilling(weight, temperature, devices.choose(self.recipe), course=self.course)
+            self.distillation = DistillationLoss(weight, temperature, devices.choose(self.recipe), anneal=self.anneal)
 
-    def assembled(self, stages: dict[int, LanguageModel], parts: list[ParamShard], mesh: Mesh) -> None:
+    def parallelized(self, stages: dict[int, LanguageModel], param_shards: list[ParamShard], mesh: Mesh) -> None:
         """Collect the logits among the parameter shards, each with its weight."""
         self.mesh = mesh
-        by_name = {part.name: part for part in parts}
+        by_name = {shard.name: shard for shard in param_shards}
         self.masked = [
-            LogitsShard(part, by_name[_weight_of(part.name)]) for part in parts if part.name.endswith(LOGITS)
+            LogitsShard(shard, by_name[_weight_of(shard.name)]) for shard in param_shards if shard.name.endswith(LOGITS)
         ]
 
-    def initial_std(self, part: ParamShard) -> float | None:
+    def initial_std(self, shard: ParamShard) -> float | None:
         """Logits start near zero."""
         return self.sparsity.std
 
-    def param_group_options(self, part: ParamShard) -> ParamGroupOptions:
+    def param_group_options(self, shard: ParamShard) -> ParamGroupOptions:
         """Logits have their own learning rate and weight decay."""
         own, default = self.sparsity.learning_rate, self.recipe.optim.learning_rate
         rate = self.sparsity.learning_rate_multiplier if own is None else own / default
@@ -127,10 +127,10 @@ class LearnedMasks(DistillingExtension):
         self.numbers = (scale, temperature, weight_reg)
         micro_batches = batch // self.recipe.train.micro_batch
         factor = loss_scale / (micro_batches * self.mesh.context.size)
-        assert self.course is not None
+        assert self.anneal is not None
         values = torch.tensor([scale, temperature, weight_reg * factor])
-        self.course.course_3.copy_(values, non_blocking=True)
-        self.course.step_2.copy_(torch.tensor(gumbel.draw_of_step(step), dtype=torch.int32), non_blocking=True)
+        self.anneal.anneal_3.copy_(values, non_blocking=True)
+        self.anneal.step_2.copy_(torch.tensor(gumbel.draw_of_step(step), dtype=torch.int32), non_blocking=True)
 
     def metrics(self) -> dict[str, float]:
         """Mean largest mask probability, and shares of masks that changed since the last record or left the prior."""
@@ -138,13 +138,13 @@ class LearnedMasks(DistillingExtension):
         sums = torch.zeros(6, dtype=torch.float64, device=devices.choose(self.recipe))
         for masked in self.masked:
             sums[:4] += masked.statistics(scale)
-        if self.distilling is not None:
-            sums[4:] += self.distilling.sums_2
-            self.distilling.sums_2.zero_()
+        if self.distillation is not None:
+            sums[4:] += self.distillation.sums_2
+            self.distillation.sums_2.zero_()
         if self.mesh.world.size > 1:
             dist.all_reduce(sums)
         certain, changed, away, groups, divergence, tokens = sums.tolist()
-        distilled = {} if self.distilling is None else {"distill_loss": divergence / max(1, tokens)}
+        distilled = {} if self.distillation is None else {"distill_loss": divergence / max(1, tokens)}
         return distilled | {
             "mask_max_probability": certain / groups,
             "mask_changed": changed / groups,
@@ -154,9 +154,9 @@ class LearnedMasks(DistillingExtension):
             "weight_reg": weight_reg,
         }
 
-    def saves(self, part: ParamShard) -> bool:
+    def saves(self, shard: ParamShard) -> bool:
         """Only logits are saved; frozen weights are in the base."""
-        return part.parameter.requires_grad
+        return shard.parameter.requires_grad
 
     def state_shards(self) -> dict[str, TensorShard]:
         """Each group's mask at the last record and in the prior, for the metrics."""
@@ -194,15 +194,15 @@ class LearnedMasks(DistillingExtension):
 
         run_on_rank0(world, check_path)
         pieces = {
-            f"model.{part.name}": TensorShard(part.tensor, part.shape, part.offset)
-            for part in engine.parts
-            if part.tensor.numel() and not part.parameter.requires_grad
+            f"model.{shard.name}": TensorShard(shard.tensor, shard.shape, shard.offset)
+            for shard in engine.param_shards
+            if shard.tensor.numel() and not shard.parameter.requires_grad
         }
         self.base = frozen_base.load(path, recorded, pieces, self.recipe.model, world, MOVED)
 
     def _take_logits(self, theirs: MaskLlm) -> None:
         """Set this rank's logits to those of a MaskLLM checkpoint."""
-        assert self.course is not None
+        assert self.anneal is not None
         refuse_fewer(theirs, self.names, self.recipe)
         known = set(theirs.names())
         for name, size in self.names.items():
@@ -214,12 +214,12 @@ class LearnedMasks(DistillingExtension):
                 )
         for masked in self.masked:
             if masked.logits.tensor.numel():
-                masked.logits.tensor.copy_(held(theirs.logits(masked.name), masked.logits))
-            masked.begin(None, self.course.candidates_CM, self.sparsity)
+                masked.logits.tensor.copy_(local_shard(theirs.logits(masked.name), masked.logits))
+            masked.begin(None, self.anneal.candidates_CM, self.sparsity)
 
     def _add_prior(self, world: World) -> str:
-        assert self.course is not None
-        origin, candidates = self.sparsity.prior or _masks_alone(self.recipe.train.init_from), self.course.candidates_CM
+        assert self.anneal is not None
+        origin, candidates = self.sparsity.prior or _masks_alone(self.recipe.train.init_from), self.anneal.candidates_CM
         prior = None
         if origin is not None:
             prior = MaskPrior(None if origin == FROM_WEIGHTS else masks_of(origin), self.base, self.recipe)

@@ -14,7 +14,7 @@ from steelyard.core import files
 from steelyard.core.console import console
 from steelyard.core.errors import UserError
 from steelyard.text import formats
-from steelyard.text.corpus import BadDocument, DocumentMode, complaint, pieces, records
+from steelyard.text.corpus import BadDocument, DocumentMode, bad_document_error, pieces, records
 
 ROWS_AT_ONCE = 4096
 
@@ -48,7 +48,7 @@ def _records(inputs: list[Path], mode: DocumentMode, advance: Any) -> Iterator[d
             try:
                 yield from records(piece)
             except BadDocument as error:
-                raise complaint(piece, error) from None
+                raise bad_document_error(piece, error) from None
             advance(piece.file_bytes)
 
 

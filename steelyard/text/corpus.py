@@ -157,10 +157,10 @@ def documents(paths: Iterable[Path], key: str = "text", mode: DocumentMode = "li
                 for number, record in enumerate(records(piece)):
                     yield text_of(record, key, number)
             except BadDocument as error:
-                raise complaint(piece, error) from None
+                raise bad_document_error(piece, error) from None
 
 
-def complaint(piece: CorpusChunk, error: BadDocument, hint: str | None = None) -> UserError:
+def bad_document_error(piece: CorpusChunk, error: BadDocument, hint: str | None = None) -> UserError:
     """The error for a bad document, with its file, line and reason."""
     return UserError(error.reason, where=where(piece, error.number), hint=hint)
 

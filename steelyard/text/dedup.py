@@ -31,7 +31,7 @@ from steelyard.text.corpus import (
     BadDocument,
     CorpusChunk,
     DocumentMode,
-    complaint,
+    bad_document_error,
     corpus_files,
     pieces,
     raw_documents,
@@ -203,7 +203,7 @@ class _Run:
             for number, record in enumerate(records(piece)):
                 yield text_of(record, self.job.key, number)
         except BadDocument as error:
-            raise complaint(piece, error, HINT) from None
+            raise bad_document_error(piece, error, HINT) from None
 
     def _write_all(self, duplicates: Duplicates) -> None:
         path = self.job.output / REMOVED

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from steelyard.core.errors import UserError
-from steelyard.text.corpus import BadDocument, DocumentMode, complaint, named_files, pieces, records
+from steelyard.text.corpus import BadDocument, DocumentMode, bad_document_error, named_files, pieces, records
 from steelyard.text.formats import BASES, COMPRESSIONS, format_of
 
 ROWS, FILES, CHUNK = 200, 50, 1 << 18
@@ -76,7 +76,7 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
         try:
             yield from records(piece)
         except BadDocument as error:
-            raise complaint(piece, error) from None
+            raise bad_document_error(piece, error) from None
 
 
 def _expansion(path: Path) -> float:

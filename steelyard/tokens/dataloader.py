@@ -68,7 +68,7 @@ def starts_of(documents: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
     return starts
 
 
-def learned_in(weights: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
+def loss_positions_in(weights: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
     """The loss positions of each row, padded with other positions so that all rows have the same number.
 
     The number is rounded up to one of at most 64 sizes, so that the memory of one batch is reused for others, and to a

@@ -31,7 +31,7 @@ from steelyard.text import tokenizer as tokenizers
 from steelyard.text.corpus import (
     BadDocument,
     CorpusChunk,
-    complaint,
+    bad_document_error,
     named_files,
     pieces,
     records,
@@ -207,7 +207,7 @@ def _texts(piece: CorpusChunk, keys: tuple[str, ...], bad: list[BadDocument] | N
                     raise
                 bad.append(error)
     except BadDocument as error:
-        raise complaint(piece, error, "fix it, or pass --on-bad-line skip") from None
+        raise bad_document_error(piece, error, "fix it, or pass --on-bad-line skip") from None
 
 
 def _part(folder: Path, number: int, key: str, kind: str) -> Path:

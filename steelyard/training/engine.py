@@ -23,8 +23,8 @@ from steelyard.model.attention import has_varlen_attention
 from steelyard.parallel import context_parallel, fsdp
 from steelyard.parallel.gradients import Gradients
 from steelyard.parallel.mesh import Mesh
-from steelyard.parallel.parallelize import assemble
-from steelyard.tokens.dataloader import Rows, documents_in, learned_in, starts_of
+from steelyard.parallel.parallelize import parallelize
+from steelyard.tokens.dataloader import Rows, documents_in, loss_positions_in, starts_of
 from steelyard.training import device as devices
 from steelyard.training import fp8
 from steelyard.training.expert_balance import ExpertBalance
@@ -54,41 +54,41 @@ class Engine:
 
         compiled = devices.compiles(recipe, device)
         dtype = devices.compute_dtype(recipe.train.precision, device)
-        self.assembly = assemble(recipe, mesh, device, dtype, compiled, transform)
-        self.parts = self.assembly.parts
+        self.parallel_model = parallelize(recipe, mesh, device, dtype, compiled, transform)
+        self.param_shards = self.parallel_model.param_shards
         self.micro_losses: list[Tensor] = []
         """The losses of the last step's micro-batches that this rank computes."""
-        self.gradients = Gradients(self.parts, mesh, device)
+        self.gradients = Gradients(self.param_shards, mesh, device)
         options_of, stage = extension.param_group_options, mesh.stage
-        self.optimizer = Optimizer(self.parts, recipe.optim, recipe.optim.offload, options_of, stage)
+        self.optimizer = Optimizer(self.param_shards, recipe.optim, recipe.optim.offload, options_of, stage)
         self.before_update: Callable[[], None] = lambda: None
         """Called before the optimizer changes the weights, so that a copy of them can end."""
         self.graph = self._step_graph()
-        self.balance = ExpertBalance(recipe, self.assembly.stages, mesh, device)
-        extension.assembled(self.assembly.stages, self.parts, mesh)
+        self.balance = ExpertBalance(recipe, self.parallel_model.stages, mesh, device)
+        extension.parallelized(self.parallel_model.stages, self.param_shards, mesh)
 
     def initialise(self) -> None:
-        """Initialise all trainable weights: each part draws its rows of the whole parameter."""
+        """Initialise all trainable weights: each shard draws its rows of the whole parameter."""
         config, seed = self.recipe.model, self.recipe.train.seed
         with torch.no_grad():
-            for part in self.parts:
-                if not part.parameter.requires_grad and not part.name.endswith(BALANCE):
+            for shard in self.param_shards:
+                if not shard.parameter.requires_grad and not shard.name.endswith(BALANCE):
                     continue
-                _, *row_shape = part.shape
-                own = self.extension.initial_std(part)
+                _, *row_shape = shard.shape
+                own = self.extension.initial_std(shard)
                 std = config.init_std if own is None else own
-                rows = models.initial(part.name, part.rows, row_shape, seed, std, config.layers)
+                rows = models.initial(shard.name, shard.rows, row_shape, seed, std, config.layers)
                 for dim in range(1, rows.ndim):
-                    rows = rows.narrow(dim, part.offset[dim], part.tensor.shape[dim])
-                part.tensor.copy_(rows)
+                    rows = rows.narrow(dim, shard.offset[dim], shard.tensor.shape[dim])
+                shard.tensor.copy_(rows)
         self.optimizer.copy_weights_to_host()
 
     def state_shards(self, for_saving: bool, with_optimizer: bool = True) -> dict[str, TensorShard]:
         """Weights and optimizer state of this rank for a checkpoint, by name."""
         weights = {
-            f"model.{part.name}": TensorShard(part.tensor, part.shape, part.offset)
-            for part in self.parts
-            if part.tensor.numel() and self.extension.saves(part) and not (for_saving and part.is_twin)
+            f"model.{shard.name}": TensorShard(shard.tensor, shard.shape, shard.offset)
+            for shard in self.param_shards
+            if shard.tensor.numel() and self.extension.saves(shard) and not (for_saving and shard.is_twin)
         }
         if not with_optimizer:
             return weights
@@ -132,12 +132,12 @@ class Engine:
 
     def evaluate(self, rows: Rows) -> Tensor:
         """The summed loss of rows over all data-parallel ranks."""
-        for model in self.assembly.stages.values():
+        for model in self.parallel_model.stages.values():
             model.eval()
         batch, loss = self.extension.weigh(self, self.batch_of(rows))
         if loss is None:
             loss = self._losses(batch, self.recipe.train.micro_batch).sum()
-        for model in self.assembly.stages.values():
+        for model in self.parallel_model.stages.values():
             model.train()
         loss = self._share_of_sum(loss)
         if self.mesh.world.size > 1:
@@ -159,20 +159,20 @@ class Engine:
     def _losses(self, batch: Batch, size: int) -> Tensor:
         """This rank's contribution to the loss of every `size` rows."""
         micro_batches = batch.micro_batches(size)
-        if self.assembly.pipeline is not None:
-            return torch.stack(self.assembly.pipeline.evaluate(micro_batches))
-        return torch.stack([self.assembly.model(micro).double().sum() for micro in micro_batches])
+        if self.parallel_model.pipeline is not None:
+            return torch.stack(self.parallel_model.pipeline.evaluate(micro_batches))
+        return torch.stack([self.parallel_model.model(micro).double().sum() for micro in micro_batches])
 
     def forward_and_backward(self, batch: Batch, scale: float) -> Tensor:
         """Accumulate the gradients of this rank's rows and return the sum of their losses."""
         factor = torch.full((), scale, device=self.device)
         count = len(batch) // self.recipe.train.micro_batch
-        if self.assembly.pipeline is not None:
-            self.assembly.pipeline.timers = self.timeline if self.timeline.is_wanted else None
-            loss = self.assembly.pipeline.train(batch, count, factor)
-            self.micro_losses = self.assembly.pipeline.losses
+        if self.parallel_model.pipeline is not None:
+            self.parallel_model.pipeline.timers = self.timeline if self.timeline.is_wanted else None
+            loss = self.parallel_model.pipeline.train(batch, count, factor)
+            self.micro_losses = self.parallel_model.pipeline.losses
             return loss.double()
-        model, self.micro_losses = self.assembly.model, []
+        model, self.micro_losses = self.parallel_model.model, []
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for number, micro in enumerate(batch.micro_batches(self.recipe.train.micro_batch)):
             fsdp.before_micro_batch(model, self.recipe.parallel.zero, is_last=number == count - 1)
@@ -186,7 +186,7 @@ class Engine:
 
     def _passes(self, micro: Batch, factor: Tensor) -> Tensor:
         """The loss of a micro-batch; its gradients are accumulated."""
-        loss = self.extension.forward(self.assembly.model, micro).sum()
+        loss = self.extension.forward(self.parallel_model.model, micro).sum()
         self.timeline.mark("backward", 0, len(self.micro_losses))
         (loss * factor).backward()
         return loss.detach()
@@ -200,7 +200,7 @@ class Engine:
                 where=self.recipe.where("train.cuda_graph"),
                 hint="remove the key: with several ranks the host is rarely the limit",
             )
-        return StepGraph(self._passes, [part.parameter for part in self.parts], self.device)
+        return StepGraph(self._passes, [shard.parameter for shard in self.param_shards], self.device)
 
     def add_stage_losses(self, batch: Batch, scale: float) -> None:
         """Add losses that an extension computes from weights alone, once for all micro-batches of the step.
@@ -208,7 +208,7 @@ class Engine:
         Gradients are already summed over data-parallel ranks here, so each rank scales the loss by their number.
         """
         factor = scale * (len(batch) // self.recipe.train.micro_batch)
-        for model in self.assembly.stages.values():
+        for model in self.parallel_model.stages.values():
             loss = self.extension.loss(model)
             if loss is not None:
                 (loss * factor * self.mesh.data.size).backward()
@@ -240,12 +240,12 @@ class Engine:
             batch["sample_ids_B"] = np.arange(first_sample, first_sample + number)
             batch["row_positions_BL"] = positions
         if self.mesh.context.size > 1:
-            here = context_parallel.places(length, self.mesh.context).numpy()
+            here = context_parallel.positions_of(length, self.mesh.context).numpy()
             for name in ("tokens_BL", "labels_BL", "loss_weights_BL", "position_ids_BL", "row_positions_BL"):
                 if name in batch:
                     batch[name] = batch[name][:, here]
         if "loss_weights_BL" in batch:
-            loss_positions = learned_in(batch["loss_weights_BL"])
+            loss_positions = loss_positions_in(batch["loss_weights_BL"])
             if loss_positions.shape[1] < batch["loss_weights_BL"].shape[1]:
                 batch["loss_positions_BK"] = loss_positions
         on_host = {name: torch.from_numpy(batch.pop(name)) for name in ("document_starts_BN",) if name in batch}
@@ -291,5 +291,5 @@ class Engine:
 
     def drop_gradients(self) -> None:
         """Free the gradients without a step."""
-        for part in self.parts:
-            part.parameter.grad = None
+        for shard in self.param_shards:
+            shard.parameter.grad = None

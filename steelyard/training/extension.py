@@ -1,8 +1,8 @@
 """Hooks that change training without a second training loop: masks, adapters, another loss.
 
-The hooks are called in this order: `transform` for each stage, while it has no weights; `assembled`, when its weights
-are allocated; `start` or `resumed`; then for each step `begin_step`, `before_update` and `after_update`, and for each
-record `metrics`.
+The hooks are called in this order: `transform` for each stage, while it has no weights; `parallelized`, when all
+weights are allocated; `start` or `resumed`; then for each step `begin_step`, `before_update` and `after_update`, and
+for each record `metrics`.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ class Extension:
     """Whether the loss is a cross-entropy over tokens, so that it has a perplexity."""
 
     def transform(self, model: LanguageModel) -> None:
-        """Change a model, or a stage of it, before tensor parallelism and sharding; it has no weights yet."""
+        """Change a model, or a stage of it, before tensor parallelism and FSDP; it has no weights yet."""
 
-    def assembled(self, stages: dict[int, LanguageModel], parts: list[ParamShard], mesh: Mesh) -> None:
+    def parallelized(self, stages: dict[int, LanguageModel], param_shards: list[ParamShard], mesh: Mesh) -> None:
         """Receive the stages and parameter shards of this rank, and its mesh."""
 
-    def initial_std(self, part: ParamShard) -> float | None:
+    def initial_std(self, shard: ParamShard) -> float | None:
         """The standard deviation of a parameter's initial values; None for the model's."""
         return None
 
-    def param_group_options(self, part: ParamShard) -> ParamGroupOptions:
+    def param_group_options(self, shard: ParamShard) -> ParamGroupOptions:
         """The param-group options of a parameter."""
         return ParamGroupOptions()
 
@@ -86,7 +86,7 @@ class Extension:
         """Fields to add to each record. Called on all ranks at the same steps."""
         return {}
 
-    def saves(self, part: ParamShard) -> bool:
+    def saves(self, shard: ParamShard) -> bool:
         """Whether a checkpoint holds this parameter."""
         return True
 

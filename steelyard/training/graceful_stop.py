@@ -1,10 +1,10 @@
 """Graceful stop: the first SIGINT, SIGTERM or SIGUSR1 ends the run after the current step, a second one immediately.
 
-A scheduler may signal only some ranks, or signal them during different steps, so the ranks agree once per step. No rank
-waits for the others then: the agreement starts after a step, and its result is read after the next one. So several
-ranks stop one step later than a single process does. In a validation, which is then discarded, they agree before every
-batch, and wait. A signal within a second of the first is the same request by another path (terminal, launcher,
-scheduler).
+A scheduler may signal only some ranks, or signal them during different steps, so the ranks all-reduce a flag once per
+step. No rank waits for the others then: the all-reduce starts after a step, and its result is read after the next one.
+So several ranks stop one step later than a single process does. In a validation, which is then discarded, they wait
+for an all-reduce before every batch. A signal within a second of the first is the same request by another path
+(terminal, launcher, scheduler).
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class StopRequest:
         self._pending = flags, work
 
     def finish(self) -> bool:
-        """Wait for the agreement that has begun. Returns whether the ranks have agreed to stop, now or before."""
+        """Wait for the all-reduce that has begun. Returns whether the ranks have agreed to stop, now or before."""
         if self._pending is not None:
             flags, work = self._pending
             if work is not None:

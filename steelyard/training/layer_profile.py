@@ -47,7 +47,7 @@ def measure(
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     known = by_device_name(name)
     for tensor in tensors:  # Fail before anything is measured.
-        cut(measured_block(recipe), tensor)
+        shard_layer(measured_block(recipe), tensor)
     layers = _layers(recipe, device, [(tensor, size) for size in sorted(micro_batches) for tensor in tensors], budget)
     rates = _rates(device, devices.compute_dtype(recipe.train.precision, device))
     if with_links:
@@ -79,7 +79,7 @@ def measured_block(recipe: Recipe) -> LayerBlock:
     return next((layer for layer in layers if isinstance(layer.mlp, ExpertsBlock)), layers[0])
 
 
-def cut(layer: LayerBlock, tensor: int) -> LayerBlock:
+def shard_layer(layer: LayerBlock, tensor: int) -> LayerBlock:
     """A layer with the widths of a tensor rank."""
     attention, mlp = layer.attention, layer.mlp
     shared = (mlp.shared_ffn or 0) if isinstance(mlp, ExpertsBlock) else 0
@@ -122,7 +122,7 @@ def _layer(recipe: Recipe, device: torch.device, size: tuple[int, int], budget: 
     tensor, micro_batch = size
     dtype = devices.compute_dtype(recipe.train.precision, device)
     built = models.build(recipe.model, StageSpec(range(1), first=False, last=False))
-    built.layers["0"] = TransformerLayer(cut(measured_block(recipe), tensor), 0.0, 0.0)
+    built.layers["0"] = TransformerLayer(shard_layer(measured_block(recipe), tensor), 0.0, 0.0)
     built = built.to(device)
     built.dtype = dtype
     for parameter in built.parameters():

@@ -118,8 +118,8 @@ class SkippedSteps:
     def _attributed(self, step: SkippedStep, micro_batch: int, norms: list[float], is_latest: bool) -> tuple[str, str]:
         """The location and cause of a skipped step as text, and the hint."""
         data = self.engine.mesh.data
-        parts = zip(self.engine.gradients.counted, norms, strict=True)
-        gradients = tuple((NOT_ONE, f"model.{part.name}") for part, norm in parts if not math.isfinite(norm))
+        both = zip(self.engine.gradients.counted, norms, strict=True)
+        gradients = tuple((NOT_ONE, f"model.{shard.name}") for shard, norm in both if not math.isfinite(norm))
         noted = self._gathered(
             NonfiniteFindings(data.index, () if micro_batch == NOT_ONE else (micro_batch,), gradients)
         )
@@ -150,7 +150,7 @@ class SkippedSteps:
         rows = engine.batch_of(read(self.samples, first, step.rows), first)
         engine.extension.begin_step(step.number, step.batch, step.loss_scale)
         batch, _ = engine.extension.weigh(engine, rows)
-        is_whole = engine.assembly.pipeline is not None  # A pipeline computes all micro-batches at once.
+        is_whole = engine.parallel_model.pipeline is not None  # A pipeline computes all micro-batches at once.
         size = step.rows if is_whole else engine.recipe.train.micro_batch
         scale = step.loss_scale / step.labels
         losses: list[Tensor] = []
@@ -168,7 +168,7 @@ class SkippedSteps:
         return self._gathered(NonfiniteFindings(data.index, micro_batches, tuple(gradients)))
 
     def _nonfinite_gradients(self, micro_batch: int) -> list[tuple[int, str]]:
-        by_name = {f"model.{part.name}": part.gradient for part in self.engine.parts}
+        by_name = {f"model.{shard.name}": shard.gradient for shard in self.engine.param_shards}
         names = nonfinite({name: gradient for name, gradient in by_name.items() if gradient is not None})
         self.engine.drop_gradients()
         return [(micro_batch, name) for name in names]
@@ -212,7 +212,7 @@ def _embedding_gradients(engine: Engine) -> Iterator[list[Tensor]]:
         if output.requires_grad:
             output.register_hook(lambda gradient: largest.append(gradient.detach().abs().max()))
 
-    embeddings = [model.embed for model in engine.assembly.stages.values() if model.embed is not None]
+    embeddings = [model.embed for model in engine.parallel_model.stages.values() if model.embed is not None]
     handles = [embedding.register_forward_hook(watch) for embedding in embeddings]
     try:
         yield largest

@@ -34,20 +34,20 @@ class Optimizer:
 
     def __init__(
         self,
-        parts: list[ParamShard],
+        param_shards: list[ParamShard],
         optim: OptimSection,
         on_host: bool,
-        options_of: Callable[[ParamShard], ParamGroupOptions] = lambda part: ParamGroupOptions(),
+        options_of: Callable[[ParamShard], ParamGroupOptions] = lambda shard: ParamGroupOptions(),
         stage: MeshAxis = ALONE,
     ) -> None:
-        trained = [part for part in parts if part.parameter.requires_grad]
-        self.parts = [part for part in trained if part.tensor.numel()]
+        trained = [shard for shard in param_shards if shard.parameter.requires_grad]
+        self.param_shards = [shard for shard in trained if shard.tensor.numel()]
         self.on_host = on_host
-        self.tensors = [_host_copy(part.tensor) if on_host else part.tensor for part in self.parts]
+        self.tensors = [_host_copy(shard.tensor) if on_host else shard.tensor for shard in self.param_shards]
         for tensor in self.tensors:
             tensor.grad_dtype = None  # `optim.gradients` may be smaller than the weights.
-        tensor_of = dict(zip(self.parts, self.tensors, strict=True))
-        params = [_param(part, tensor_of.get(part, part.tensor), optim, options_of(part)) for part in trained]
+        tensor_of = dict(zip(self.param_shards, self.tensors, strict=True))
+        params = [_param(shard, tensor_of.get(shard, shard.tensor), optim, options_of(shard)) for shard in trained]
         self.torch = build(params, optim, stage) if params else None
         self._loading: dict[ParamShard, dict[str, Tensor]] = {}
         self.device = params[0].tensor.device if params else torch.device("cpu")
@@ -56,8 +56,8 @@ class Optimizer:
         """One step with gradients divided by `grad_scale`, skipped if `found_inf` is 1. Gradients are freed."""
         if self.torch is None:
             return
-        for part, tensor in zip(self.parts, self.tensors, strict=True):
-            gradient = part.gradient
+        for shard, tensor in zip(self.param_shards, self.tensors, strict=True):
+            gradient = shard.gradient
             # Zero-bubble gradients may have other strides, but a fused step assumes those of the tensor.
             tensor.grad = gradient.to(tensor.device).contiguous() if gradient is not None else None
         for group in self.torch.param_groups:
@@ -65,12 +65,14 @@ class Optimizer:
         self.torch.grad_scale = grad_scale.to(self.device, torch.float32)  # type: ignore[attr-defined]
         self.torch.found_inf = found_inf.to(self.device, torch.float32)  # type: ignore[attr-defined]
         if ratios is not None and isinstance(self.torch, SgdSai):
-            self.torch.start({t: ratios[p].to(self.device) for p, t in zip(self.parts, self.tensors, strict=True)})
+            self.torch.start(
+                {t: ratios[p].to(self.device) for p, t in zip(self.param_shards, self.tensors, strict=True)}
+            )
         self.torch.step()
-        for part, tensor in zip(self.parts, self.tensors, strict=True):
-            part.parameter.grad = tensor.grad = None
+        for shard, tensor in zip(self.param_shards, self.tensors, strict=True):
+            shard.parameter.grad = tensor.grad = None
             if self.on_host:
-                part.tensor.copy_(tensor)
+                shard.tensor.copy_(tensor)
 
     @property
     def needs_ratios(self) -> bool:
@@ -98,44 +100,46 @@ class Optimizer:
             self.torch, "checkpoint_state", lambda tensor: state.get(tensor, {})
         )
         entries = {
-            part: stored(tensor)
-            for part, tensor in zip(self.parts, self.tensors, strict=True)
-            if saves(part) and not (for_saving and part.is_twin)
+            shard: stored(tensor)
+            for shard, tensor in zip(self.param_shards, self.tensors, strict=True)
+            if saves(shard) and not (for_saving and shard.is_twin)
         }
         if not for_saving:
             self._loading = entries
         return {
-            f"optimizer.{part.name}.{entry}": _piece(part, value)
-            for part, values in entries.items()
+            f"optimizer.{shard.name}.{entry}": _tensor_shard(shard, value)
+            for shard, values in entries.items()
             for entry, value in values.items()
         }
 
     def finish_loading(self) -> None:
         """Take over what a checkpoint was loaded into: state that is stored in another form, and copies on the host."""
         load = getattr(self.torch, "load_checkpoint_state", None)
-        for part, tensor in zip(self.parts, self.tensors, strict=True):
-            if load is not None and part in self._loading:
-                load(tensor, self._loading[part])
+        for shard, tensor in zip(self.param_shards, self.tensors, strict=True):
+            if load is not None and shard in self._loading:
+                load(tensor, self._loading[shard])
         self._loading = {}
         self.copy_weights_to_host()
 
     def copy_weights_to_host(self) -> None:
         """Update the copies in host memory after the weights were set directly."""
         if self.on_host:
-            for part, tensor in zip(self.parts, self.tensors, strict=True):
-                tensor.copy_(part.tensor)
+            for shard, tensor in zip(self.param_shards, self.tensors, strict=True):
+                tensor.copy_(shard.tensor)
 
 
-def _param(part: ParamShard, tensor: Tensor, optim: OptimSection, options: ParamGroupOptions) -> OptimParam:
+def _param(shard: ParamShard, tensor: Tensor, optim: OptimSection, options: ParamGroupOptions) -> OptimParam:
     """A parameter with its options: weight decay on matrices, none on norms, biases and `optim.no_decay`."""
-    is_decayed = len(part.shape) >= 2 and not any(fnmatch(part.name, name) for name in optim.no_decay)
+    is_decayed = len(shard.shape) >= 2 and not any(fnmatch(shard.name, name) for name in optim.no_decay)
     default = optim.weight_decay if is_decayed else 0.0
-    return OptimParam(part, tensor, default if options.weight_decay is None else options.weight_decay, options.rate)
+    return OptimParam(shard, tensor, default if options.weight_decay is None else options.weight_decay, options.rate)
 
 
 def _host_copy(tensor: Tensor) -> Tensor:
     return tensor.to("cpu", copy=True)
 
 
-def _piece(part: ParamShard, value: Tensor) -> TensorShard:
-    return TensorShard(value, part.shape, part.offset) if value.shape == part.tensor.shape else TensorShard.whole(value)
+def _tensor_shard(shard: ParamShard, value: Tensor) -> TensorShard:
+    return (
+        TensorShard(value, shard.shape, shard.offset) if value.shape == shard.tensor.shape else TensorShard.whole(value)
+    )

@@ -227,9 +227,9 @@ def _steps(
     seconds = {phase: median(step[phase] for step in found[WARM_UP:]) for phase in found[0]}
     load = engine.balance.metrics().get("expert_load")
     return {
-        "layers": sum(len(stage.layers) for stage in engine.assembly.stages.values()),
-        "stages": sorted(engine.assembly.stages),
-        "parameters": sum(part.tensor.numel() for part in engine.parts),
+        "layers": sum(len(stage.layers) for stage in engine.parallel_model.stages.values()),
+        "stages": sorted(engine.parallel_model.stages),
+        "parameters": sum(shard.tensor.numel() for shard in engine.param_shards),
         "seconds": {phase: seconds[phase] for phase in PHASES},
         "compute_seconds": sum(seconds[phase] for phase in PHASES),
         "step_seconds": seconds["step"],
@@ -255,12 +255,12 @@ def initialise(engine: Engine) -> None:
     config = engine.recipe.model
     generator = torch.Generator(engine.device).manual_seed(engine.recipe.train.seed)
     with torch.no_grad():
-        for part in engine.parts:
-            if len(part.shape) > 1:
-                part.tensor.normal_(std=config.init_std, generator=generator)
-            elif part.tensor.numel():
-                rows = models.initial(part.name, part.rows, [], engine.recipe.train.seed, 0.02, config.layers)
-                part.tensor.copy_(rows)
+        for shard in engine.param_shards:
+            if len(shard.shape) > 1:
+                shard.tensor.normal_(std=config.init_std, generator=generator)
+            elif shard.tensor.numel():
+                rows = models.initial(shard.name, shard.rows, [], engine.recipe.train.seed, 0.02, config.layers)
+                shard.tensor.copy_(rows)
     engine.optimizer.copy_weights_to_host()
 
 

@@ -27,7 +27,7 @@ Passes = Callable[[Batch, Tensor], Tensor]
 """Forward and backward pass of a micro-batch with a factor on its loss; returns the loss."""
 
 
-class Captured(NamedTuple):
+class CapturedGraph(NamedTuple):
     """A graph with its inputs and outputs."""
 
     graph: torch.cuda.CUDAGraph
@@ -42,7 +42,7 @@ class StepGraph:
     def __init__(self, passes: Passes, parameters: list[nn.Parameter], device: torch.device) -> None:
         self.passes, self.parameters = passes, [each for each in parameters if each.requires_grad]
         self.factor = torch.ones((), device=device)
-        self._captured: dict[tuple[bool, Hashable], Captured] = {}
+        self._captured: dict[tuple[bool, Hashable], CapturedGraph] = {}
         self._seen: Counter[Hashable] = Counter()
         self._pool: Any = None
 
@@ -73,7 +73,7 @@ class StepGraph:
         captured.graph.replay()
         return captured.loss.clone()
 
-    def _capture(self, batch: Batch) -> Captured:
+    def _capture(self, batch: Batch) -> CapturedGraph:
         before = [parameter.grad for parameter in self.parameters]
         fixed = batch.replace(**{name: tensor.clone() for name, tensor in batch.tensors().items()})
         graph = torch.cuda.CUDAGraph()
@@ -87,7 +87,7 @@ class StepGraph:
                 hint="set train.cuda_graph = false",
             ) from error
         self._pool = graph.pool()
-        captured = Captured(graph, fixed, loss, [parameter.grad for parameter in self.parameters])
+        captured = CapturedGraph(graph, fixed, loss, [parameter.grad for parameter in self.parameters])
         for parameter, gradient in zip(self.parameters, before, strict=True):
             parameter.grad = gradient
         return captured

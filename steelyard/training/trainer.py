@@ -39,7 +39,7 @@ from steelyard.training.resume import TIMELINE, find_start, memory_saver, remove
 from steelyard.training.straggler import StepTimer
 from steelyard.training.throughput import Speed
 from steelyard.training.train_state import TrainState
-from steelyard.training.validation_loss import judged, validation_loss
+from steelyard.training.validation_loss import check_patience, validation_loss
 from steelyard.training.watchdog import Watchdog
 
 STEPS_BEFORE_MEMORY_REPORT = 2
@@ -163,7 +163,7 @@ class Trainer:
                 if self._is_validation_due():
                     cut_short = not self._validate(stop)
                     if not cut_short:
-                        is_best, out_of_patience = judged(self.valid_losses, recipe.eval.patience)
+                        is_best, out_of_patience = check_patience(self.valid_losses, recipe.eval.patience)
                     is_best = is_best and recipe.checkpoint.keep_best
                 out_of_time = time.monotonic() > deadline
                 stopping = stop.agreed_after_step(out_of_time) and (cut_short or not (is_last or out_of_patience))
@@ -318,7 +318,7 @@ class Trainer:
             self.engine.optimizer.copy_weights_to_host()
         else:
             self.engine.optimizer.make_state()
-            if not all(self.extension.saves(part) for part in self.engine.parts):
+            if not all(self.extension.saves(shard) for shard in self.engine.param_shards):
                 self.engine.initialise()
             with gather_errors(self.world):
                 checkpoint.load(saved, self.engine.state_shards(for_saving=False))

@@ -43,7 +43,7 @@ def parts_of(recipe: Recipe, mesh: Mesh) -> Iterator[tuple[int, int]]:
             yield first + start, min(part, share - start)
 
 
-def judged(valid_losses: list[float], patience: int) -> tuple[bool, bool]:
+def check_patience(valid_losses: list[float], patience: int) -> tuple[bool, bool]:
     """Whether the last validation has the best loss so far, and whether `eval.patience` is exhausted.
 
     The validation before the first step does not count, since the run did not train those weights.

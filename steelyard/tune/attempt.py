@@ -86,7 +86,7 @@ def _elsewhere(
             files.write_text(place / LOG, secrets.scrub(refusal.message) + "\n")
             return TrialEnd(outcome.CRASHED, " ".join(refusal.message.split()), 0.0)
     log = TrialLog(place / LOG, measured)
-    return trial.run(submitted_trial.Submitted(place / RUN, log), log, place, limits, is_behind, beat)
+    return trial.run(submitted_trial.SubmittedTrial(place / RUN, log), log, place, limits, is_behind, beat)
 
 
 def _with_numbers(ended: TrialEnd, measured: list[ObjectiveValues]) -> TrialEnd:

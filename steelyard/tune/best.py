@@ -79,7 +79,7 @@ def write_best(tune: Tune, trials: Sequence[FrozenTrial], folder: Path) -> dict[
 def of_folder(folder: Path, url: str | None = None) -> dict[str, Any]:
     """Write the best settings of a study's folder, and return a summary."""
     tune, study = study_folder.opened(folder, url)
-    with storage.faults():
+    with storage.database_errors():
         return write_best(tune, study.get_trials(deepcopy=False), folder)
 
 

@@ -32,7 +32,7 @@ COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
 FUNCTIONS: dict[str, Callable[..., Any]] = {"min": min, "max": max, "abs": abs}
 
 
-class Refused(ValueError):
+class ExpressionError(ValueError):
     """An invalid expression, with the reason."""
 
 
@@ -44,7 +44,7 @@ class Expression:
         try:
             self._tree = ast.parse(text.strip(), mode="eval").body
         except (SyntaxError, ValueError, RecursionError, MemoryError):
-            raise Refused("not a valid expression") from None
+            raise ExpressionError("not a valid expression") from None
         self.names: set[str] = set()
         self._check(self._tree, names)
 
@@ -60,7 +60,7 @@ class Expression:
         name = _dotted(node)
         if name is not None:
             if name not in names:
-                raise Refused(f"{name} is not in the space: {', '.join(sorted(names))}")
+                raise ExpressionError(f"{name} is not in the space: {', '.join(sorted(names))}")
             self.names.add(name)
             return
         if isinstance(node, ast.Constant) and isinstance(node.value, int | float | str):
@@ -86,7 +86,7 @@ def _parts(node: ast.expr) -> list[ast.expr]:
             return elements
         case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]) if name in FUNCTIONS and arguments:
             return arguments
-    raise Refused(
+    raise ExpressionError(
         f"{ast.unparse(node)} is not allowed; use names of the space, numbers, strings, arithmetic and comparisons"
     )
 

@@ -64,7 +64,7 @@ def _from_model(
         )
     source = open_source(model)
     make = first_recipe.finetuning if task == "sft" else first_recipe.pruning
-    made = make(found, machine, recipe, model, positions_of(source.config, source.extra), source.config)
+    made = make(found, machine, recipe, model, positions_of(source.config, source.hf_metadata), source.config)
     if task == "sft" and tokenizer_for(source, None).chat_template() is None:
         made.settings["finetune"]["template"] = PLAIN_TEMPLATE
     return made

@@ -32,7 +32,7 @@ FEWEST, MOST = 1, 8  # first trials in the planner's order
 
 
 @dataclass(frozen=True)
-class Foreseen:
+class PointPrediction:
     """The prediction for a point: why it cannot run, or its predicted metrics."""
 
     why_not: str | None
@@ -44,7 +44,7 @@ class PlannerPrior:
 
     def __init__(self, tune: Tune) -> None:
         self.tune = tune
-        self._known: dict[str, Foreseen] = {}
+        self._known: dict[str, PointPrediction] = {}
         self.cluster: Cluster | None = None
         self.profiles: list[Profile] = []
         if tune.recipe is None or not tune.plan:
@@ -76,28 +76,28 @@ class PlannerPrior:
             return self.cluster
         return this_machine.here(recipe, world)
 
-    def of(self, point: Point) -> Foreseen:
+    def of(self, point: Point) -> PointPrediction:
         """The prediction for a point, cached."""
         text = key(point)
         if text not in self._known:
-            self._known[text] = Foreseen(None, {}) if self.tune.recipe is None else self._foreseen(point)
+            self._known[text] = PointPrediction(None, {}) if self.tune.recipe is None else self._predict(point)
         return self._known[text]
 
-    def _foreseen(self, point: Point) -> Foreseen:
+    def _predict(self, point: Point) -> PointPrediction:
         try:
             recipe = recipe_at(self.tune, point, is_trial=True)
             world = world_of(self.tune, recipe)
             data_ranks(recipe, world)
         except UserError as mistake:  # For example sizes that do not divide; the trial would fail the same way.
-            return Foreseen(_in_a_line(mistake), {})
+            return PointPrediction(_in_a_line(mistake), {})
         cluster = self._machines(recipe, world)
         if cluster is None:
-            return Foreseen(None, {})
+            return PointPrediction(None, {})
         try:
             measured = [each for each in self.profiles if _is_of(each, recipe)]
             return _planned(_on(recipe, world), cluster, world, measured)
         except UserError:  # For example a precision with unknown peak. The point is run without a prediction.
-            return Foreseen(None, {})
+            return PointPrediction(None, {})
 
     def first(self, space: Space, trials: int | None) -> list[Point]:
         """The first points to try, most promising first; empty if the objective is not speed."""
@@ -145,17 +145,17 @@ def _is_of(profile: Profile, recipe: Recipe) -> bool:
     return True
 
 
-def _planned(recipe: Recipe, cluster: Cluster, world: int, measured: Sequence[Profile] = ()) -> Foreseen:
+def _planned(recipe: Recipe, cluster: Cluster, world: int, measured: Sequence[Profile] = ()) -> PointPrediction:
     layout = of_recipe(recipe, cluster)
     predictor = Predictor.of_layout(recipe, cluster, layout, profiles=measured)
     rooms = memory_fit.rooms(predictor, layout)
     why_not = memory_fit.reason(rooms)
     if why_not is not None:
-        return Foreseen(why_not, {})
+        return PointPrediction(why_not, {})
     seconds = predictor.parts(layout).total
     tokens = recipe.train.global_batch * recipe.data.sequence_length / seconds
     flops = flops_per_token(recipe.model, recipe.data.sequence_length)
-    return Foreseen(
+    return PointPrediction(
         None,
         {
             "seconds": seconds,

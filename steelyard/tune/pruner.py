@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from optuna.trial import FrozenTrial
 
 
-class Stopping:
+class TrialPruner:
     """The rule for one trial; a call returns the reason to stop, or None."""
 
     def __init__(self, tune: Tune, trials: Sequence[FrozenTrial], measured: Sequence[ObjectiveValues]) -> None:

@@ -28,7 +28,7 @@ from steelyard.sizes.param_count import parameters
 from steelyard.tune.first_recipe import Hardware, fit_to_memory, too_small
 
 OPTIMIZERS = ("adamw", "muon")
-TOLERANCE = 0.03  # of the number of parameters, within which the shape decides
+TOLERANCE = 0.03  # of the number of parameters, within which the width over depth decides
 FAR = 0.1  # the largest difference from the request
 LAST_LEARNING_RATE = 1e-5  # as in the runs of the Step Law
 MOST_LEARNING_RATE = 0.01  # a limit of our own, for models much smaller than those of the Step Law
@@ -62,7 +62,7 @@ class ScaledRun:
 def scaled(request: ScaleRequest, name: str) -> tuple[dict[str, ScaledRun], list[str]]:
     """A run for each optimizer, and the reasons for its numbers."""
     gpu = _gpu(request.gpu)
-    model = shape(request.parameters, request.vocab)
+    model = choose_config(request.parameters, request.vocab)
     size = parameters(model)
     tokens = int(size.total * request.tokens_per_parameter)
     runs = {each: _run(request, name, model, tokens, gpu, each) for each in OPTIMIZERS}
@@ -85,7 +85,7 @@ def scaled(request: ScaleRequest, name: str) -> tuple[dict[str, ScaledRun], list
     return runs, reasons
 
 
-def shape(wanted: int, vocab: int) -> LlamaConfig:
+def choose_config(wanted: int, vocab: int) -> LlamaConfig:
     """The model within 3% of the number of parameters whose width over depth is nearest to that of GPT-3's models."""
     found = []
     for hidden in [*range(32, 256, 32), *range(256, 16385, 64)]:

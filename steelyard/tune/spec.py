@@ -69,7 +69,7 @@ class EarlyStopping(Section):
     margin: NonNegativeFloat = 0.3
 
 
-class Launching(Section):
+class LaunchSection(Section):
     """The backend that runs a recipe's trials, as in `steelyard submit`; without `on` they run on this machine."""
 
     on: str | None = Field(None, description="a backend, as in `submit --on`")
@@ -101,7 +101,7 @@ class Tune(Section):
     budget: TuneBudget = TuneBudget(trials=30)
     trial: TrialSection = TrialSection()
     early_stopping: EarlyStopping = EarlyStopping()
-    launch: Launching = Launching()
+    launch: LaunchSection = LaunchSection()
     _override_places: list[str] = PrivateAttr([])
 
     @property

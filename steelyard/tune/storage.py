@@ -55,7 +55,7 @@ def shown(url: str) -> str:
 
 
 @contextlib.contextmanager
-def faults(file: Path | None = None) -> Iterator[None]:
+def database_errors(file: Path | None = None) -> Iterator[None]:
     """Turn database errors into one message; `file` is the database file, if it is one."""
     from optuna.exceptions import StorageInternalError
     from sqlalchemy.exc import NoSuchModuleError, SQLAlchemyError
@@ -94,7 +94,7 @@ def connect(url: str) -> Any:
         options: dict[str, Any] = {"connect_args": {"timeout": SECONDS_TO_WAIT}}
     else:
         options = {"pool_pre_ping": True, "pool_recycle": CONNECTIONS_LIVE}
-    with faults():
+    with database_errors():
         return persistently(lambda: RDBStorage(url, engine_kwargs=options))
 
 
@@ -103,7 +103,7 @@ def open_study(url: str, name: str, directions: Sequence[Goal]) -> Study:
     import optuna
 
     storage = connect(url)
-    with faults():
+    with database_errors():
         migrate_keys(storage, name)
         study = persistently(
             lambda: optuna.create_study(storage=storage, study_name=name, directions=directions, load_if_exists=True)
@@ -136,7 +136,7 @@ def load_study(url: str, name: str) -> Study:
         hint = "each trial's trial.json still has its results; the study's command starts a new study"
         raise UserError(f"the study's database {file} is missing", hint=hint)
     storage = connect(url)
-    with faults():
+    with database_errors():
         try:
             migrate_keys(storage, name)
             return optuna.load_study(storage=storage, study_name=name)

@@ -297,9 +297,9 @@ class Study:
 
     def behind(self, measured: list[ObjectiveValues]) -> Callable[[], str | None]:
         """The early-stopping rule for a running trial, to be called repeatedly."""
-        from steelyard.tune.pruner import Stopping
+        from steelyard.tune.pruner import TrialPruner
 
-        return Stopping(self.tune, self.trials(), measured)
+        return TrialPruner(self.tune, self.trials(), measured)
 
 
 def folder_of(study: Path, number: int) -> Path:

@@ -26,7 +26,7 @@ def write(folder: Path, url: str | None = None, path: Path | None = None) -> Pat
     """Write the report of a study, finished or not, and return its path."""
     tune, study = study_folder.opened(folder, url)
     path = path or folder / "report.html"
-    with storage.faults():
+    with storage.database_errors():
         files.write_text(path, render(tune, study))
     return path
 

@@ -88,7 +88,7 @@ def _without(name: str) -> Iterator[None]:
             os.environ[name] = value
 
 
-class Submitted:
+class SubmittedTrial:
     """A job of a scheduler, followed through its run folder."""
 
     settling = 10.0

@@ -12,7 +12,7 @@ from steelyard.core.recipe.toml import place_of
 from steelyard.launch import backends
 from steelyard.launch.backends import Option
 from steelyard.tune import command as commands
-from steelyard.tune.expression import Refused
+from steelyard.tune.expression import ExpressionError
 from steelyard.tune.search_space import Space
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def refuse(tune: Tune, places: Mapping[str, str], source: str) -> None:
             raise wrong(f"space.{name}", problem, "for example { choice = [1, 2, 4] } or { low = 1, high = 8 }")
     try:
         tune.searched()
-    except Refused as refused:
+    except ExpressionError as refused:
         text = next(text for text in tune.constraints if _is_refused(tune, text))
         hint = (
             "set nproc, for example 16; otherwise ranks follow from each layout"
@@ -113,6 +113,6 @@ def _refuse_command(tune: Tune, wrong: Wrong) -> None:
 def _is_refused(tune: Tune, text: str) -> bool:
     try:
         Space(tune.space, [text], tune.ranks)
-    except Refused:
+    except ExpressionError:
         return True
     return False

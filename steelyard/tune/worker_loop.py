@@ -40,7 +40,7 @@ def search(tune: Tune, folder: Path, storage_url: str | None = None, worker: int
     """Run trials until the budget is spent, the space is exhausted, or an interruption. Returns a summary."""
     prepare(tune)
     study, file = opened(tune, folder, storage_url, worker)
-    with storage.faults(file), _asked_to_end():
+    with storage.database_errors(file), _asked_to_end():
         study.begin()
         known = trial_history.ran(study.trials())
         if known:
@@ -65,7 +65,7 @@ def opened(tune: Tune, folder: Path, storage_url: str | None = None, worker: int
     file = storage.own_file(url)
     if file is not None and not file.is_file() and (folder / study_folder.SETTINGS).is_file() and not worker:
         console.warn(f"{file} is missing: a new study starts, and its trials replace those in {folder}")
-    with storage.faults(file):
+    with storage.database_errors(file):
         study = Study(tune, url, worker)
         study_folder.remember(tune, folder, url)
     return study, file

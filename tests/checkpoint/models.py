@@ -43,7 +43,7 @@ class Held(CheckpointSource):
 
     def __init__(self, shape, std: float = 0.2, dtype=torch.float32) -> None:
         self.path, self.config, self.dtype = Path("held"), shape, dtype
-        self.layout, self.extra, self.tokenizer_files = {}, {}, []
+        self.layout, self.hf_metadata, self.tokenizer_files = {}, {}, []
         self.network = model.build(shape)
         model.init_weights(self.network, 1, std, shape.layers)
         random = torch.Generator().manual_seed(2)

@@ -75,7 +75,7 @@ def test_ids_that_come_along_outweigh_the_tokenizer_beside_them_and_yield_to_one
 
 def test_settings_of_generation_without_an_end_get_one(tmp_path, tokenizer):
     source = held()
-    source.extra = {"generation_config": {"temperature": 0.6}}
+    source.hf_metadata = {"generation_config": {"temperature": 0.6}}
     convert(source, tmp_path / "hf", Target("hf", tokenizer=tokenizer))
     generation = config_of(tmp_path / "hf", "generation_config.json")
     assert generation == {"temperature": 0.6, "eos_token_id": tokenizers.load_tokenizer(tokenizer).end_id}

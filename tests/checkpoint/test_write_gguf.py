@@ -178,7 +178,7 @@ def test_a_tokenizer_that_llama_cpp_would_run_differently_is_refused(tmp_path):
 def test_a_sliding_window_limits_the_context(tmp_path, capsys):
     config = MODELS["llama"].model_copy(update={"window": 16})
     path = written(Held(config), tmp_path / "m.gguf")
-    assert open_source(path).extra["positions"] == 16
+    assert open_source(path).hf_metadata["positions"] == 16
     assert "the context is limited to 16 tokens" in capsys.readouterr().err
 
 

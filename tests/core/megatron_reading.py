@@ -3,14 +3,14 @@
 from pathlib import Path
 
 from steelyard.core.recipe import Recipe, load_recipe
-from steelyard.megatron import Reading, read
+from steelyard.megatron import ImportResult, read
 
 SMALL = "pretrain_gpt.py --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 "
 LLAMA = "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
 MOE = LLAMA + "--num-experts 8 "
 
 
-def meant(*scripts: str, arguments: tuple[str, ...] = (), **options) -> tuple[Recipe, Reading]:
+def meant(*scripts: str, arguments: tuple[str, ...] = (), **options) -> tuple[Recipe, ImportResult]:
     """The recipe that scripts mean, loaded as any other, and the reading."""
     reading = read([Path(script) for script in scripts], arguments, **options)
     assert reading.recipe is not None
@@ -18,10 +18,10 @@ def meant(*scripts: str, arguments: tuple[str, ...] = (), **options) -> tuple[Re
     return load_recipe("recipe.toml"), reading
 
 
-def of_flags(flags: str, **options) -> tuple[Recipe, Reading]:
+def of_flags(flags: str, **options) -> tuple[Recipe, ImportResult]:
     Path("flags.sh").write_text(f"torchrun --nproc_per_node 8 {SMALL}{flags}\n")
     return meant("flags.sh", **options)
 
 
-def left(reading: Reading) -> dict[str, str]:
+def left(reading: ImportResult) -> dict[str, str]:
     return {entry.flag: entry.reason for entry in reading.left}

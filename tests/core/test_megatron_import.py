@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from steelyard.core.errors import UserError
-from steelyard.megatron import Reading, read, result
+from steelyard.megatron import ImportResult, read, result
 from steelyard.megatron.flag_table import ALIASES, CARRIED, NOT_CARRIED, NOT_NEEDED, RULED
 from tests.core.megatron_reading import SMALL, left, meant, of_flags
 
@@ -384,7 +384,7 @@ def test_a_script_without_megatron_is_refused(text, place):
         read([Path("other.sh")])
 
 
-def accounted(reading: Reading) -> set[str]:
+def accounted(reading: ImportResult) -> set[str]:
     return set(reading.carried) | {entry.flag for entry in reading.left}
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from steelyard.core.errors import UserError
-from steelyard.megatron import Reading, read
+from steelyard.megatron import ImportResult, read
 
 GPT = "--num-layers 6 --hidden-size 96 --num-attention-heads 6 --seq-length 64 --micro-batch-size 3 --lr 2e-4 "
 LLAMA = GPT + "--swiglu --normalization rmsnorm --use-rotary-position-embeddings --disable-bias-linear "
@@ -70,7 +70,7 @@ def place(tmp_path, monkeypatch):
     return tmp_path
 
 
-def converted(script: str, flags: str = GPT, arguments: tuple[str, ...] = (), **options) -> tuple[dict, Reading]:
+def converted(script: str, flags: str = GPT, arguments: tuple[str, ...] = (), **options) -> tuple[dict, ImportResult]:
     Path("run.sh").write_text(script.replace("FLAGS", flags))
     reading = read([Path("run.sh")], arguments, **options)
     assert reading.written is not None
@@ -78,7 +78,7 @@ def converted(script: str, flags: str = GPT, arguments: tuple[str, ...] = (), **
             for key, value in keys.items()}, reading  # fmt: skip
 
 
-def of(flags: str, base: str = GPT, launcher: str = "torchrun --nproc_per_node 4") -> tuple[dict, Reading]:
+def of(flags: str, base: str = GPT, launcher: str = "torchrun --nproc_per_node 4") -> tuple[dict, ImportResult]:
     return converted(f"{launcher} pretrain_gpt.py {base} {flags}\n")
 
 

@@ -185,7 +185,7 @@ def test_a_line_that_is_no_error_is_not_taken_for_one(line):
 
 
 def names_of(reported: explain.LogReport) -> list[tuple[str, int]]:
-    return [(met.explained.name, met.line) for met in reported.met.values()]
+    return [(hit.explained.name, hit.line) for hit in reported.known.values()]
 
 
 def test_kernels_that_were_compiled_are_no_error_and_those_that_were_not_are(tmp_path):
@@ -246,7 +246,7 @@ def test_lines_are_numbered_across_blocks_and_very_long_lines(tmp_path, monkeypa
     long = "x" * 5000 + " OSError: [Errno 28] No space left on device " + "y" * 5000
     log.write_text("\n".join(["a" * 70] * 100 + [long] + ["b" * 30] * 100 + [MESSAGES[2][0]]))
     reported = explain.explain([str(log)])
-    found = {met.explained.name: met.line for met in reported.met.values()}
+    found = {hit.explained.name: hit.line for hit in reported.known.values()}
     assert found == {"disk-full": 101, "nccl-missing": 202}
 
 
@@ -264,7 +264,7 @@ def test_an_answer_that_names_what_the_log_names_is_clean_too(tmp_path, monkeypa
     log = tmp_path / "log\x1b[2J"
     log.write_text("version `A' not found (required by \x1b]0;x\x07hf_abcdefghijklmnopqrstuvwxyz)\n")
     reported = explain.explain([str(log)])
-    assert [met.explained.name for met in reported.met.values()] == ["library-too-new"]
+    assert [hit.explained.name for hit in reported.known.values()] == ["library-too-new"]
     for text in (explain.as_text(reported), json.dumps(explain.as_result(reported), ensure_ascii=False)):
         assert "hf_abc" not in text
         assert not {"\x1b", "\x07"} & set(text)
@@ -276,15 +276,15 @@ def test_a_log_that_names_ever_new_things_is_kept_short(tmp_path):
     names = ("".join(chr(97 + int(digit)) for digit in str(number)) for number in range(1000))
     log.write_text("".join(f"lib{name}.so: cannot open shared object file\n" for name in names))
     reported = explain.explain([str(log)])
-    assert len(reported.met) == explain.MET_KEPT
-    assert sum(met.count for met in reported.met.values()) == 1000
+    assert len(reported.known) == explain.KNOWN_KEPT
+    assert sum(hit.count for hit in reported.known.values()) == 1000
 
 
 @pytest.mark.timeout(300)
 def test_a_hostile_line_is_not_searched_in_quadratic_time(tmp_path):
     log = tmp_path / "log"
     log.write_text(("cannot open shared object " + "lib" * 100_000 + "\n") * 2)
-    assert not explain.explain([str(log)]).met
+    assert not explain.explain([str(log)]).known
 
 
 def test_a_run_folder_is_told_by_its_logs(tmp_path):
@@ -293,7 +293,7 @@ def test_a_run_folder_is_told_by_its_logs(tmp_path):
     (tmp_path / "logs" / "folder.log").mkdir()
     os.mkfifo(tmp_path / "logs" / "pipe.log")
     (tmp_path / "logs" / "a.gpu").write_text(MESSAGES[1][0] + "\n")
-    assert [met.explained.name for met in explain.explain([str(tmp_path)]).met.values()] == ["cudnn-missing"]
+    assert [hit.explained.name for hit in explain.explain([str(tmp_path)]).known.values()] == ["cudnn-missing"]
     with pytest.raises(UserError, match="there is no log"):
         explain.explain([str(tmp_path / "nowhere")])
     with pytest.raises(UserError, match="without logs"):

@@ -1,5 +1,5 @@
 from steelyard.doctor.checks import python
-from steelyard.doctor.python_info import PythonInfo, ask
+from steelyard.doctor.python_info import PythonInfo, read_python_info
 from tests.doctor.conftest import named
 
 GOOD = PythonInfo({"python": [3, 12, 1], "prefix": "/venv"})
@@ -8,7 +8,7 @@ GOOD = PythonInfo({"python": [3, 12, 1], "prefix": "/venv"})
 def test_a_python_that_is_too_old_is_named_with_the_container_that_helps(bench):
     old = bench.says("oldpython", '{"python": [3, 6, 8]}')
     machine = bench.machine()
-    seen = ask(type(machine)(machine.environment, python=str(old)))
+    seen = read_python_info(type(machine)(machine.environment, python=str(old)))
     finding = named(python.check(machine, seen), "Python")
     assert finding.verdict == "fail"
     assert "3.6.8 is too old" in finding.words
@@ -23,7 +23,7 @@ def test_a_python_newer_than_those_tested_is_a_warning(bench):
 
 def test_a_python_that_does_not_run_is_told_in_its_own_words(bench):
     broken = bench.program("python", "echo 'libpython3.11.so.1.0: not there' >&2; exit 127")
-    seen = ask(type(bench.machine())({}, python=str(broken)))
+    seen = read_python_info(type(bench.machine())({}, python=str(broken)))
     finding = named(python.check(bench.machine(), seen), "Python")
     assert finding.verdict == "fail"
     assert "libpython3.11.so.1.0: not there" in finding.words

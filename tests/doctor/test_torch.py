@@ -1,7 +1,7 @@
 import pytest
 
 from steelyard.doctor.checks import fast_kernels, torch
-from steelyard.doctor.python_info import PythonInfo, ask
+from steelyard.doctor.python_info import PythonInfo, read_python_info
 from tests.doctor.conftest import named
 
 A100 = {
@@ -87,7 +87,7 @@ def test_a_torch_that_cannot_be_imported_is_explained(bench):
         'file: No such file or directory"}}',
     )
     machine = bench.machine()
-    finding = named(torch.check(machine, ask(type(machine)({}, python=str(python)))), "torch")
+    finding = named(torch.check(machine, read_python_info(type(machine)({}, python=str(python)))), "torch")
     assert finding.verdict == "fail"
     assert "libcudnn.so.8" in finding.words
     assert "--fix" in finding.hint

@@ -38,13 +38,13 @@ def test_the_learned_tokens_are_the_answer_and_its_end(tokenizers, kind, name):
         talk = Conversation((Message("user", TEXTS[0]), Message("assistant", answer), Message("user", "Wie weit?")))
         encoded = encode(talk, template, tokenizer, "assistant")
         assert encoded.ids.tolist() == tokenizer.located(template.render(talk).text)[0]
-        learned = tokenizer.decode(encoded.ids[encoded.learned].tolist())
+        learned = tokenizer.decode(encoded.ids[encoded.loss_mask].tolist())
         end = "<|im_end|>" if name == "chatml" else tokenizer.special("eos_token")
         assert learned.strip() == tokenizer.decode(tokenizer.located(answer + end)[0]).strip()
-        ends = encoded.ids[encoded.learned][-1]
+        ends = encoded.ids[encoded.loss_mask][-1]
         if name != "chatml":
             assert ends == tokenizer.end_of_document
-        rest = tokenizer.decode(encoded.ids[~encoded.learned].tolist())
+        rest = tokenizer.decode(encoded.ids[~encoded.loss_mask].tolist())
         assert answer.strip()[:6] not in rest
 
 
@@ -54,7 +54,7 @@ def test_the_last_answer_alone_or_everything_can_be_learned(tokenizers):
     said = [Message("user", "a"), Message("assistant", "bb"), Message("user", "c"), Message("assistant", "dd")]
     talk = Conversation(tuple(said))
     learned = {
-        loss: tokenizer.decode((each := encode(talk, template, tokenizer, loss)).ids[each.learned].tolist())
+        loss: tokenizer.decode((each := encode(talk, template, tokenizer, loss)).ids[each.loss_mask].tolist())
         for loss in ("assistant", "completion", "all")
     }
     assert learned == {

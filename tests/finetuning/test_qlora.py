@@ -9,7 +9,7 @@ from steelyard.core.errors import UserError
 from steelyard.core.recipe import load_recipe
 from steelyard.core.recipe.finetune_section import BasePrecision
 from steelyard.finetuning import peft_format, sft
-from steelyard.finetuning.lora_extension import Adapting
+from steelyard.finetuning.lora_extension import LoraExtension
 from steelyard.finetuning.quantized_base import QuantizedSource
 from steelyard.model.quantization import ShardExtent, dequantize, quantize, shard_of
 from steelyard.parallel.mesh import alone
@@ -101,10 +101,10 @@ def test_the_predicted_weights_are_those_of_the_model(bases, place, words):
     # With rows of 64 no block is stored twice.
     config = recipe.model.model_copy(update={"hidden": 64, "head_dim": 16, "ffn": 128})
     recipe = recipe.model_copy(update={"model": config})
-    engine = Engine(recipe, alone(), torch.device("cpu"), Adapting(recipe), None)
+    engine = Engine(recipe, alone(), torch.device("cpu"), LoraExtension(recipe), None)
     predicted = memory_of(recipe, 1)[0]
-    held = sum(part.tensor.numel() * part.tensor.element_size() for part in engine.parts)
-    trained = sum(part.tensor.numel() for part in engine.parts if part.parameter.requires_grad)
+    held = sum(part.tensor.numel() * part.tensor.element_size() for part in engine.param_shards)
+    trained = sum(part.tensor.numel() for part in engine.param_shards if part.parameter.requires_grad)
     assert predicted.weights == pytest.approx(held, rel=2e-3)
     assert predicted.gradients == 4 * trained
     precision = {"": "fp32", NF4: "nf4", INT8: "int8"}[words[0] if words else ""]

@@ -73,8 +73,8 @@ def test_the_loss_is_what_transformers_computes_on_the_same_tokens(bases, place)
         for index in prepared.training.rows[row]:
             sample = prepared.training.conversations[index]
             ids = torch.from_numpy(sample.ids.astype(np.int64))[None]
-            labels = ids.where(torch.from_numpy(sample.learned)[None], -100)
-            learned = int(sample.learned[1:].sum())
+            labels = ids.where(torch.from_numpy(sample.loss_mask)[None], -100)
+            learned = int(sample.loss_mask[1:].sum())
             total += theirs(ids, labels=labels).loss.item() * learned
             count += learned
     assert count == prepared.training.counts[:4].sum()
@@ -114,7 +114,7 @@ def test_encoding_is_kept_and_made_anew_when_anything_changes(bases, place):
     first = sft.prepare(recipe).training
     [kept] = place.glob(".steelyard-*.npz")
     again = sft.prepare(recipe).training
-    assert all((a.ids == b.ids).all() and (a.learned == b.learned).all()
+    assert all((a.ids == b.ids).all() and (a.loss_mask == b.loss_mask).all()
                for a, b in zip(first.conversations, again.conversations, strict=True))  # fmt: skip
     sft.prepare(recipe_of(bases / "llama", "finetune.loss=all"))
     assert len(list(place.glob(".steelyard-*.npz"))) == 2
@@ -250,10 +250,10 @@ def test_a_tokenizer_without_a_template_needs_one_named(bases, place):
 def test_the_preview_marks_what_is_learned(bases, place):
     shown = preview.preview(sft.prepare(recipe_of(bases / "llama")), 2)
     said = talks(1)[0]["messages"]
-    assert [text for text, learned in shown.samples[0] if learned] == [
+    assert [text for text, in_loss in shown.samples[0] if in_loss] == [
         f"{message['content']}<|im_end|>" for message in said if message["role"] == "assistant"
     ]
-    assert shown.figures["learned"] + shown.figures["masked"] == shown.figures["tokens"]
+    assert shown.figures["loss_tokens"] + shown.figures["masked"] == shown.figures["tokens"]
     assert "«" in preview.as_text(shown)
     write_jsonl(place / "talks.jsonl", [{"prompt": "<b>", "completion": "<script>alert(1)</script>"}])
     shown = preview.preview(sft.prepare(recipe_of(bases / "llama", "finetune.valid_share=0.0")), 1)

@@ -6,7 +6,7 @@ import pytest
 
 from steelyard import cli
 from steelyard.core.errors import UserError
-from steelyard.finetuning import preview, sft, template_marks, templates
+from steelyard.finetuning import preview, sft, template_markers, templates
 from steelyard.text import tokenizer as tokenizers
 from tests.finetuning.conftest import recipe_of, talks, write_jsonl
 
@@ -41,8 +41,8 @@ def test_the_preview_shows_what_the_model_sees(bases, english, capsys):
     result = json.loads(capsys.readouterr().out)
     assert result["unknown"] == 8
     assert result["samples"][0] == [
-        {"text": "Say cat", "learned": False},
-        {"text": "cat <unk> dog</s>", "learned": True},
+        {"text": "Say cat", "in_loss": False},
+        {"text": "cat <unk> dog</s>", "in_loss": True},
     ]
 
 
@@ -52,16 +52,16 @@ def test_a_preview_of_bytes_and_spaces_is_the_rendered_text(bases, place):
     prepared = sft.prepare(recipe_of(bases / "llama", "finetune.valid_share=0.0"))
     shown = preview.preview(prepared, 1)
     assert "".join(part for part, _ in shown.samples[0]).startswith(f"<|im_start|>user\n{text}<|im_end|>\n")
-    assert [part for part, learned in shown.samples[0] if learned] == [" 犬 <|im_end|> dog<|im_end|>"]
+    assert [part for part, in_loss in shown.samples[0] if in_loss] == [" 犬 <|im_end|> dog<|im_end|>"]
 
 
 @pytest.mark.parametrize(("name", "unknown"), [("chatml", "'<|'"), ("alpaca", "'###'"), ("japanese", "応答")])
 def test_a_template_whose_marks_are_unknown_is_refused(english, name, unknown):
     with pytest.raises(UserError) as error:
-        template_marks.check(templates.load(name, english), english)
+        template_markers.check(templates.load(name, english), english)
     assert unknown in error.value.message
 
 
 def test_a_template_whose_marks_are_known_is_accepted(english, capsys):
-    template_marks.check(templates.load("plain", english), english)
+    template_markers.check(templates.load("plain", english), english)
     assert capsys.readouterr().err == ""

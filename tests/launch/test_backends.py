@@ -14,7 +14,7 @@ from steelyard.launch.backends import JobState
 from steelyard.launch.submit import SubmitRequest
 from steelyard.observe import find_runs, verdict
 from steelyard.observe.run_state import RunState
-from steelyard.observe.scheduler_poll import Asking
+from steelyard.observe.scheduler_poll import SchedulerPoll
 from steelyard.tune import outcome, submitted_trial
 from steelyard.tune.trial_output import TrialLog
 
@@ -94,13 +94,13 @@ def test_a_fourth_backend_in_one_file_submits_watches_and_cancels(spool: Path, t
     assert launch_record.find("spool:mine", tmp_path / "runs") == find_runs.find("spool:mine", tmp_path / "runs") == run
 
     state = RunState(run)
-    Asking(run).ask(state)
+    SchedulerPoll(run).update(state)
     assert "queued" in {each.kind for each in verdict.judge(state.refresh())}
-    trial = submitted_trial.Submitted(run, TrialLog(tmp_path / "trial.log", []))
+    trial = submitted_trial.SubmittedTrial(run, TrialLog(tmp_path / "trial.log", []))
     assert trial.is_waiting()
 
     (spool / "spool:mine").write_text("works")
-    Asking(run).ask(state)
+    SchedulerPoll(run).update(state)
     assert state.refresh().is_live
     assert [(row["state"], row["backend"]) for row in run_list.rows(tmp_path / "runs")] == [("running", "spool")]
     (run / "logs" / "n1.out").write_text("hello\n")
@@ -112,7 +112,7 @@ def test_a_fourth_backend_in_one_file_submits_watches_and_cancels(spool: Path, t
     assert "cancelled" in {each.kind for each in verdict.judge(state.refresh())}
     assert submit.wait(run) == 1
     assert launch_record.is_over(run)
-    trial = submitted_trial.Submitted(run, TrialLog(tmp_path / "trial.log", []))
+    trial = submitted_trial.SubmittedTrial(run, TrialLog(tmp_path / "trial.log", []))
     assert trial.failure() == (outcome.LOST, "its job was cancelled")
     words = [json.loads(line)["state"] for line in (run / "scheduler.jsonl").read_text().splitlines()]
     assert words == ["queued", "running", "cancelled"]

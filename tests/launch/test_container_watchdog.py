@@ -37,7 +37,7 @@ def is_alive(pid: int) -> bool:
 
 @pytest.mark.parametrize("killed", ["the keeper", "the client"])
 def test_who_is_inside_dies_when_the_client_or_its_keeper_is_killed(tmp_path, killed):
-    words = site_environment.kept(["bash", "-c", CLIENT, "client", sys.executable], str(tmp_path))
+    words = site_environment.with_watchdog(["bash", "-c", CLIENT, "client", sys.executable], str(tmp_path))
     keeper = subprocess.Popen(words, cwd=tmp_path)
     until(lambda: (tmp_path / "inside").exists() and (tmp_path / "inside").read_text())
     inside = int((tmp_path / "inside").read_text())
@@ -55,7 +55,7 @@ def test_who_is_inside_dies_when_the_client_or_its_keeper_is_killed(tmp_path, ki
 
 
 def test_it_ends_with_a_parent_that_was_killed_and_tells_nobody(tmp_path):
-    words = site_environment.kept(["sh", "-c", "echo $PPID > keeper; exec sleep 30"], str(tmp_path))
+    words = site_environment.with_watchdog(["sh", "-c", "echo $PPID > keeper; exec sleep 30"], str(tmp_path))
     parent = subprocess.Popen(["sh", "-c", '"$@" & wait', "mpirun", *words], cwd=tmp_path)
     until(lambda: (tmp_path / "keeper").exists() and (tmp_path / "keeper").read_text().strip())
     keeper = int((tmp_path / "keeper").read_text())
@@ -71,7 +71,7 @@ def test_it_ends_with_a_parent_that_was_killed_and_tells_nobody(tmp_path):
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 15), (signal.SIGINT, 15), (signal.SIGUSR1, 10)])
 def test_signals_reach_the_client_and_its_exit_code_comes_back(tmp_path, number, code):
     traps = "trap 'exit 15' TERM; trap 'exit 10' USR1; touch started; while :; do sleep 0.02; done"
-    keeper = subprocess.Popen(site_environment.kept(["bash", "-c", traps], str(tmp_path)), cwd=tmp_path)
+    keeper = subprocess.Popen(site_environment.with_watchdog(["bash", "-c", traps], str(tmp_path)), cwd=tmp_path)
     until(lambda: (tmp_path / "started").exists())
     keeper.send_signal(number)
     assert keeper.wait(timeout=150) == code
@@ -79,6 +79,8 @@ def test_signals_reach_the_client_and_its_exit_code_comes_back(tmp_path, number,
 
 
 def test_without_a_pipe_the_client_runs_all_the_same(tmp_path):
-    command = site_environment.kept(["sh", "-c", "echo ${STEELYARD_LIFELINE-none}; exit 3"], f"{tmp_path}/gone")
+    command = site_environment.with_watchdog(
+        ["sh", "-c", "echo ${STEELYARD_LIFELINE-none}; exit 3"], f"{tmp_path}/gone"
+    )
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.stdout, done.returncode) == ("none\n", 3), done.stderr

@@ -16,7 +16,7 @@ from steelyard.launch.backends import slurm_queue
 from steelyard.launch.launch_record import Launch, intended
 from steelyard.launch.submit import cancel_run
 from steelyard.observe.run_state import RunState
-from steelyard.observe.scheduler_poll import Asking
+from steelyard.observe.scheduler_poll import SchedulerPoll
 from steelyard.tune import submitted_trial
 
 pytestmark = pytest.mark.timeout(60)
@@ -63,7 +63,7 @@ def test_a_submission_killed_behind_sbatch_is_listed_taken_up_and_cancelled(queu
     run = tmp_path / "runs" / "lost"
     assert json.loads((run / "launch.json").read_text())["jobs"] == []
     copy = shutil.copytree(run, tmp_path / "watched" / "lost")  # For watch, which asks as it goes.
-    Asking(copy).ask(RunState(copy))
+    SchedulerPoll(copy).update(RunState(copy))
     assert RunState(copy).refresh().job_states == {"queued"}
     [row] = run_list.rows(tmp_path / "runs")
     assert (row["jobs"], row["state"]) == (["40"], "queued")

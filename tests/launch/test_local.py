@@ -14,7 +14,7 @@ from steelyard.core.recipe import load_recipe
 from steelyard.core.recipe.parallel_section import ParallelSection
 from steelyard.launch import spawn
 from steelyard.launch.error_file import ErrorRecord
-from steelyard.launch.root_cause import RankExit, blame
+from steelyard.launch.root_cause import RankExit, find_root_cause
 from tests import preloaded
 from tests.conftest import kill
 
@@ -267,14 +267,14 @@ def ended(rank, code, said=None, sent=(), at=9.0) -> RankExit:
     ],
 )
 def test_the_error_that_counts_is_told(ends, hung, asked, message):
-    cause = blame(ends, hung, asked)
+    cause = find_root_cause(ends, hung, asked)
     assert (cause.message[: len(message)] == message) if message else cause is None
 
 
 def test_who_is_killed_after_saying_why_it_ends_has_failed_and_who_only_lost_others_was_stopped():
     said = words("UserError", shared=True, code=2)
-    assert blame([ended(0, -15, said, sent=[15])], [], True).exit_code == 2
-    assert blame([ended(0, -15, words(lost=True), sent=[15])], [], True).exit_code == 130
+    assert find_root_cause([ended(0, -15, said, sent=[15])], [], True).exit_code == 2
+    assert find_root_cause([ended(0, -15, words(lost=True), sent=[15])], [], True).exit_code == 130
 
 
 def test_ranks_share_the_cores_unless_told_otherwise(monkeypatch):

@@ -24,19 +24,19 @@ pytestmark = pytest.mark.timeout(60)
 
 
 def test_a_master_meets_the_follower_that_is_there_and_not_one_of_the_past(tmp_path: Path, monkeypatch):
-    """A follower lost its power: its word is still there. So is the meeting of the master's last attempt."""
+    """A follower lost its power: its file is still there. So is the rendezvous of the master's last attempt."""
     monkeypatch.setattr(rendezvous_file, "SECONDS_BETWEEN_LOOKS", 0.01)
     monkeypatch.setattr(rendezvous_file, "SECONDS_BETWEEN_LOOKS_OF_FOLLOWERS", 0.01)
     folder = tmp_path / "launch"
     folder.mkdir()
     (folder / "arrived-1.json").write_text('{"attempt": "8.0"}')
-    (folder / "meeting.json").write_text('{"attempt": "7.0", "address": "gone", "followers": ["8.0"]}')
+    (folder / "rendezvous.json").write_text('{"attempt": "7.0", "address": "gone", "followers": ["8.0"]}')
     asked: list[int] = []
     with ExitStack() as stack, ThreadPoolExecutor() as pool:
-        master = pool.submit(rendezvous_file.meet, tmp_path, "7.1", 0, 0, 1, asked, stack)
+        master = pool.submit(rendezvous_file.join, tmp_path, "7.1", 0, 0, 1, asked, stack)
         time.sleep(0.2)
         assert not master.done()
-        follower = pool.submit(rendezvous_file.meet, tmp_path, "8.1", 2, 1, 1, asked, stack)
+        follower = pool.submit(rendezvous_file.join, tmp_path, "8.1", 2, 1, 1, asked, stack)
         where = master.result(timeout=150)
         assert where is not None
         assert where[1] == "7.1"
@@ -178,7 +178,7 @@ def test_a_node_leaves_word_whether_its_ranks_failed_by_themselves(tmp_path: Pat
     words = '{"kind": "LostPeer", "message": "lost another rank", "exit_code": 1, "time": 1.0, "lost_peer": %s}'
     for number, lost in enumerate(("true", "false")):
         attempt = f"7.{number}"
-        (tmp_path / "launch" / "meeting.json").write_text(
+        (tmp_path / "launch" / "rendezvous.json").write_text(
             json.dumps({"attempt": "6.0", "address": "x", "followers": [attempt]})
         )
         rank = f"import os, sys; open(os.environ['STEELYARD_ERROR_FILE'], 'w').write('{words % lost}'); sys.exit(1)"

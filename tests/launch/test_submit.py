@@ -284,7 +284,7 @@ def test_nodes_of_the_master_wait_for_followers_in_the_queue(tmp_path, monkeypat
     asked: list[int] = []
     Timer(0.5, asked.append, [1]).start()
     with ExitStack() as stack:
-        assert rendezvous_file.meet(tmp_path, "1.0", 1, 0, 1, asked, stack) is None
+        assert rendezvous_file.join(tmp_path, "1.0", 1, 0, 1, asked, stack) is None
 
 
 @pytest.mark.parametrize(

@@ -64,10 +64,10 @@ def test_a_part_of_the_sequence_drops_what_the_whole_does():
     whole = dropout(x, samples, places)
     parts = []
     for index in range(4):
-        dropout.part = index, 4
+        dropout.shard = index, 4
         parts.append(dropout(x[:, :2], samples, places))
     assert torch.equal(torch.cat(parts, dim=1), whole)
-    dropout.part = 0, 1
+    dropout.shard = 0, 1
     some = torch.tensor([0, 1, 6, 7])
     assert torch.equal(dropout(x[:, some], samples, places[:, some]), whole[:, some])
 

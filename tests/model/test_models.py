@@ -8,7 +8,7 @@ from steelyard.core.errors import UserError
 from steelyard.core.recipe import load_recipe
 from steelyard.model import attention
 from steelyard.model.rope import apply_rope, rope_cos_sin, scaled
-from steelyard.tokens.dataloader import learned_in, starts_of
+from steelyard.tokens.dataloader import loss_positions_in, starts_of
 
 TINY = {
     "gpt": ["model.layers=2", "model.hidden=32", "model.heads=4", "model.vocab=100"],
@@ -173,7 +173,7 @@ def test_documents_by_where_they_begin_are_the_same_documents(family):
 def test_the_kernel_for_documents_is_asked_before_it_is_used():
     assert not attention.has_varlen_attention(torch.device("cpu"), torch.bfloat16, 64)
     bounds = attention.cu_seqlens_of(torch.tensor([[0, 3, 8], [0, 8, 8]], dtype=torch.int32), 8, torch.device("cpu"))
-    assert (bounds.places.tolist(), bounds.longest) == ([0, 3, 8, 16], 8)
+    assert (bounds.offsets.tolist(), bounds.max_seqlen) == ([0, 3, 8, 16], 8)
     mask = attention.dense_mask(bounds, 2, 8)
     assert torch.equal(mask, attention.within_documents(torch.tensor([[0] * 3 + [1] * 5, [0] * 8])))
 
@@ -189,7 +189,7 @@ def test_the_head_need_not_see_places_that_weigh_nothing(family, last_layer_too)
     weights = (torch.rand(3, 64) < 0.3).float()
     rows = {"tokens_BL": tokens[:, :-1], "labels_BL": tokens[:, 1:], "loss_weights_BL": weights}
     found = []
-    for places in (None, torch.from_numpy(learned_in(weights.numpy()))):
+    for places in (None, torch.from_numpy(loss_positions_in(weights.numpy()))):
         network.zero_grad()
         loss = network(model.Batch(**rows, loss_positions_BK=places))
         loss.sum().backward()

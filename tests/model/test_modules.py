@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from steelyard import model as models
 from steelyard.core.recipe import load_recipe
 from steelyard.model import modules
-from steelyard.parallel.fsdp import materialise
+from steelyard.parallel.fsdp import materialize
 from steelyard.parallel.mesh import alone
 
 
@@ -38,7 +38,7 @@ def test_a_tied_matrix_gets_the_gradients_of_both_its_uses():
                                   "model.ffn=64", "model.vocab=97"]).model  # fmt: skip
     with torch.device("meta"):
         model = models.build(shape)
-    materialise(model, torch.device("cpu"), alone(), 0)
+    materialize(model, torch.device("cpu"), alone(), 0)
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2, generator=generator)

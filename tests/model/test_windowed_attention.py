@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from steelyard.model.attention import CuSeqlens, Scoring, attend, near_mask
+from steelyard.model.attention import CuSeqlens, Scoring, attend, causal_window_mask
 from steelyard.model.windowed_attention import BLOCK, _blocks
 
 HEADS, KV_HEADS, LENGTH, WIDTH = 4, 2, 384, 64
@@ -30,7 +30,7 @@ def documents(has_documents, device="cpu"):
 
 
 def test_a_token_attends_to_itself_and_the_tokens_before_it_in_the_window():
-    seen = [[key for key in range(6) if row[key]] for row in near_mask(4, 6, 3, torch.device("cpu"))]
+    seen = [[key for key in range(6) if row[key]] for row in causal_window_mask(4, 6, 3, torch.device("cpu"))]
     assert seen == [[0, 1, 2], [1, 2, 3], [2, 3, 4], [3, 4, 5]]
 
 
@@ -76,7 +76,7 @@ def test_a_gpu_computes_the_last_tokens(name, last):
 @pytest.mark.parametrize("last", [1, 128, 130, 256, 384])
 def test_the_blocks_of_keys_cover_the_window(last, window):
     blocks = _blocks(last, LENGTH, window, torch.device("cpu"), lambda b, h, q, k: k <= q)
-    near = near_mask(last, LENGTH, window, torch.device("cpu"))
+    near = causal_window_mask(last, LENGTH, window, torch.device("cpu"))
     for number, (count, indices) in enumerate(zip(blocks.kv_num_blocks[0, 0], blocks.kv_indices[0, 0], strict=True)):
         reached = near[BLOCK * number : BLOCK * (number + 1)].any(0).nonzero().flatten() // BLOCK
         assert indices[:count].tolist() == reached.unique().tolist()

@@ -50,7 +50,8 @@ def runs(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def address(runs: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    monkeypatch.setattr(served_runs.Asking, "ask", lambda self, state: None)  # There is no scheduler to be asked.
+    # There is no scheduler to be asked.
+    monkeypatch.setattr(served_runs.SchedulerPoll, "update", lambda self, state: None)
     with web_server.make_server(runs) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
         thread.start()

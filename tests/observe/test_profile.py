@@ -16,7 +16,7 @@ from steelyard.observe import report
 from steelyard.observe.profile import nsight, nsight_tools, profile_run, trace, trace_cache
 from steelyard.observe.profile.events import Stretch, both, gaps, length, own_time, union
 from steelyard.observe.profile.summary import reported
-from steelyard.observe.profile.trace_analysis import look
+from steelyard.observe.profile.trace_analysis import analyze
 from steelyard.training.profiler import refuse_absent
 
 # One step of 1000 us as a GPU's trace would have it. Computation 0-300 and 400-700, a sum of gradients 600-800, a copy
@@ -92,7 +92,7 @@ def test_a_gpu_s_time_is_told_apart_to_the_microsecond(tmp_path, source):
         trace.read(gpu_trace(tmp_path / "a.json.gz")) if source == "torch" else
         nsight.read_nsys(gpu_database(tmp_path / "a.sqlite"))
     )  # fmt: skip
-    seen = look(events, 3, source)
+    seen = analyze(events, 3, source)
     assert (seen.device, seen.steps, seen.rank) == ("gpu", 1, 3)
     expected = {"seconds": 1000, "busy": 750, "idle": 250, "communication": 200, "overlapped": 100, "copies": 50,
                 "waiting": 200}  # fmt: skip

@@ -59,7 +59,7 @@ def test_another_hosts_name_is_refused(address: str):
 def test_a_foreign_name_is_refused_on_every_address_and_the_given_one_never(
     runs: Path, host: str, asked: str, status: int, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(served_runs.Asking, "ask", lambda self, state: None)
+    monkeypatch.setattr(served_runs.SchedulerPoll, "update", lambda self, state: None)
     with web_server.make_server(runs, host) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
         thread.start()
@@ -81,7 +81,7 @@ def test_runs_that_have_ended_are_not_asked_for_again_and_names_are_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     asked: list[Path] = []
-    monkeypatch.setattr(served_runs.Asking, "ask", lambda self, state: asked.append(self.path))
+    monkeypatch.setattr(served_runs.SchedulerPoll, "update", lambda self, state: asked.append(self.path))
     for name in (os.fsdecode(b"old-\xff"), "new"):
         folder = Folder(tmp_path / name, time.time())
         if name != "new":
@@ -95,7 +95,7 @@ def test_runs_that_have_ended_are_not_asked_for_again_and_names_are_text(
 
 
 def test_the_newest_run_stands_first_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(served_runs.Asking, "ask", lambda self, state: None)
+    monkeypatch.setattr(served_runs.SchedulerPoll, "update", lambda self, state: None)
     for name, age in (("a", 9000), ("b", 0), ("c", 5000)):
         Folder(tmp_path / name, time.time() - age).write()
     assert [run["id"] for run in served_runs.Runs(tmp_path).listed()["runs"]] == ["b", "c", "a"]
@@ -142,7 +142,7 @@ def test_curves_come_with_their_axes_and_markers(address: str, runs: Path):
 
 
 def test_a_verdict_that_changes_while_somebody_looks_is_marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(served_runs.Asking, "ask", lambda self, state: None)
+    monkeypatch.setattr(served_runs.SchedulerPoll, "update", lambda self, state: None)
     for name in ("SECONDS_FRESH", "SECONDS_LISTED"):
         monkeypatch.setattr(served_runs, name, -1.0)
     folder = Folder(tmp_path / "run", time.time())

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from steelyard.observe import run_state as states
-from steelyard.observe.error_scan import Complaints, clean, is_error
+from steelyard.observe.error_scan import ErrorScan, clean, is_error
 from steelyard.observe.run_state import RunState
-from steelyard.observe.tail import Small, Tail
+from steelyard.observe.tail import CachedJson, Tail
 from tests.observe.folders import NOW, Folder
 
 
@@ -63,7 +63,7 @@ def test_a_file_that_was_replaced_or_cut_is_met_anew(tmp_path: Path):
 
 def test_a_small_file_keeps_its_value_while_it_is_being_spoiled(tmp_path: Path):
     path = tmp_path / "run.json"
-    small = Small(path)
+    small = CachedJson(path)
     assert small.read() == {}
     path.write_text('{"state": "running"}')
     assert small.read() == {"state": "running"}
@@ -158,22 +158,22 @@ ERRORS = [
 @pytest.mark.parametrize("line", ERRORS)
 def test_an_error_is_an_error(line: str):
     assert is_error(line)
-    found = Complaints()
-    found.look(f"all is well\n{line}\nstep 3\n".encode())
+    found = ErrorScan()
+    found.scan(f"all is well\n{line}\nstep 3\n".encode())
     assert len(found.found) == 1
 
 
 def test_of_a_traceback_the_error_is_named_even_if_it_comes_in_pieces():
-    found = Complaints()
+    found = ErrorScan()
     for piece in ("[rank1]: Traceback (most recent call last):\n", '[rank1]:   File "x.py"\n[rank1]:     f(x)\n',
                   "[rank1]: steelyard.core.errors.RuntimeFailure: the disk is gone\n", "step 4\n"):  # fmt: skip
-        found.look(piece.encode())
+        found.scan(piece.encode())
     assert [text for _, text in found.found] == ["steelyard.core.errors.RuntimeFailure: the disk is gone"]
 
 
 def test_harmless_lines_are_no_errors():
-    found = Complaints()
-    found.look((Path(__file__).parent / "harmless.txt").read_bytes())
+    found = ErrorScan()
+    found.scan((Path(__file__).parent / "harmless.txt").read_bytes())
     assert found.found == []
 
 
@@ -185,19 +185,19 @@ def test_a_line_can_do_nothing_to_a_terminal():
 
 def test_an_errors_place_in_the_file_is_known_however_it_is_read(tmp_path: Path):
     path = tmp_path / "log"
-    tail, found = Tail(path, 60, 1000), Complaints()
+    tail, found = Tail(path, 60, 1000), ErrorScan()
     for piece in (b"x" * 100 + b"\nValueError: o", b"ne\nall is well\n", b"KeyError: two\n"):
         append(path, piece)
         chunk, _ = tail.chunk()
-        found.look(chunk, tail.begins)
+        found.scan(chunk, tail.begins)
     whole = path.read_bytes()
     assert [whole[at:].split(b"\n")[0].decode() for at, _ in found.found] == ["ValueError: one", "KeyError: two"]
 
 
 def test_of_very_many_errors_the_first_and_the_last_are_kept():
-    found = Complaints()
+    found = ErrorScan()
     for number in range(5000):
-        found.look(f"ValueError: {number}\n".encode(), number)
+        found.scan(f"ValueError: {number}\n".encode(), number)
     kept = [text for _, text in found.found]
     assert (kept[0], kept[-1]) == ("ValueError: 0", "ValueError: 4999")
     assert len(kept) <= 1000

@@ -12,7 +12,7 @@ from steelyard.observe import scheduler_poll
 from steelyard.observe.known_errors import explain_line
 from steelyard.observe.run_state import RunState
 from steelyard.observe.run_view import view
-from steelyard.observe.scheduler_poll import Asking
+from steelyard.observe.scheduler_poll import SchedulerPoll
 from steelyard.observe.terminal import plain
 from steelyard.observe.verdict import judge
 from tests.doctor.test_explain import MESSAGES
@@ -141,7 +141,7 @@ def test_what_the_scheduler_says_counts_where_it_cannot_be_written_down(folder: 
     state = folder.state()
     said = [*folder.jobs, folder.job("failed", exit_code=1)]
     monkeypatch.setattr(scheduler_poll.launch_record, "refresh", lambda path: said)
-    Asking(folder.path).ask(state)
+    SchedulerPoll(folder.path).update(state)
     assert state.unwritten == said[1:]
     assert [(verdict.kind, verdict.level) for verdict in judge(state)] == [("failed", "wrong")]
 

@@ -66,7 +66,7 @@ def training_with_gradient_dtypes(overrides: list[str], run: str) -> list[str]:
     seen, step = set(), engine.Optimizer.step
 
     def watched(self: engine.Optimizer, *args: Any) -> None:
-        seen.update(str(part.gradient.dtype) for part in self.parts if part.gradient is not None)
+        seen.update(str(part.gradient.dtype) for part in self.param_shards if part.gradient is not None)
         step(self, *args)
 
     engine.Optimizer.step = watched  # type: ignore[method-assign]

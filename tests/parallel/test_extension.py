@@ -100,7 +100,7 @@ class RankOneSignalled(Extension):
         self.parts = 0
 
     def weigh(self, engine, batch):
-        if not next(iter(engine.assembly.stages.values())).training:
+        if not next(iter(engine.parallel_model.stages.values())).training:
             self.parts += 1
             if self.parts == 1 + PARTS and os.environ["RANK"] == "1":
                 os.kill(os.getpid(), signal.SIGTERM)

@@ -49,13 +49,13 @@ class Faulty(Extension):
 class FaultyWeight(Extension):
     """A weight of the last layer, which only some ranks hold, becomes NaN in the third step."""
 
-    def assembled(self, stages, parts, mesh):
-        self.parts = [
-            part for part in parts if part.name == "layers.3.mlp.up.weight" and part.rows.stop == part.shape[0]
+    def parallelized(self, stages, param_shards, mesh):
+        self.param_shards = [
+            part for part in param_shards if part.name == "layers.3.mlp.up.weight" and part.rows.stop == part.shape[0]
         ]
 
     def begin_step(self, step, batch, loss_scale):
-        for part in self.parts if step == 3 else ():
+        for part in self.param_shards if step == 3 else ():
             if part.tensor.numel():
                 part.tensor[-1] = math.nan
 

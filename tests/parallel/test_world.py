@@ -147,7 +147,9 @@ def test_rank_0_takes_a_free_port_and_the_others_pass_strangers_by(monkeypatch):
 
         threading.Thread(target=talk, daemon=True).start()
         with ThreadPoolExecutor() as pool:
-            meeting = [pool.submit(rendezvous.meet, rank, 3, 3, "mpirun", timedelta(seconds=30)) for rank in (1, 2, 0)]
+            meeting = [
+                pool.submit(rendezvous.open_store, rank, 3, 3, "mpirun", timedelta(seconds=30)) for rank in (1, 2, 0)
+            ]
             stores = [each.result() for each in meeting]
         stores[0].set("said", "by 1")
         assert stores[2].get("said") == b"by 1"
@@ -160,7 +162,7 @@ def test_a_port_that_was_set_and_is_taken_is_named(monkeypatch):
     with socket.create_server(("", 0)) as taken:
         monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
         with pytest.raises(RuntimeFailure, match="already in use"):
-            rendezvous.meet(0, 2, 2, "torchrun", timedelta(seconds=5))
+            rendezvous.open_store(0, 2, 2, "torchrun", timedelta(seconds=5))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from steelyard.planning import measured_layers as profiles
 from steelyard.planning.compute import Work
 from steelyard.planning.predict import Predictor
 from steelyard.planning.software import STEELYARD
-from steelyard.training.layer_profile import cut, measure
+from steelyard.training.layer_profile import measure, shard_layer
 from tests.planning.machines import cluster, layout
 
 
@@ -46,7 +46,7 @@ def test_a_slow_machine_measures_the_smallest_micro_batch_and_names_what_it_left
 
 def test_gpts_layers_are_measured_with_the_widths_of_a_tensor_rank(in_workplace):
     recipe = load_recipe(in_workplace.recipe, ["model={family='gpt', layers=2, hidden=32, heads=8, vocab=97}"])
-    sizes = {name: param.shape for name, param in cut(recipe.model.blocks.layers[0], 4).params().items()}
+    sizes = {name: param.shape for name, param in shard_layer(recipe.model.blocks.layers[0], 4).params().items()}
     assert sizes["attention.query.weight"] == sizes["attention.value.weight"] == (8, 32)
     assert (sizes["attention.output.weight"], sizes["mlp.up.weight"]) == ((32, 8), (32, 32))
     assert [one["tensor"] for one in measure(recipe, [1, 4], [1])["layers"]] == [1, 4]

@@ -14,7 +14,7 @@ import torch
 from steelyard.core.recipe import load_recipe
 from steelyard.model import experts
 from steelyard.parallel import mesh as meshes
-from steelyard.parallel.expert_parallel import ExpertExchange
+from steelyard.parallel.expert_parallel import ExpertDispatcher
 from steelyard.parallel.fake_group import fake_world
 from steelyard.parallel.mesh import MeshAxis
 from steelyard.sizes.memory import RankPeak, SharedSizes, memory_of
@@ -79,7 +79,7 @@ def test_an_exchange_of_slots_holds_four_tensors_beside_what_the_experts_and_the
     slots, hidden, ranks = 4096, 256, 8
     counts = torch.full((64,), slots // 64)
     with fake_world(0, ranks):
-        exchange = ExpertExchange(MeshAxis(0, ranks, torch.distributed.group.WORLD))
+        exchange = ExpertDispatcher(MeshAxis(0, ranks, torch.distributed.group.WORLD))
         sent = torch.randn(slots, hidden, requires_grad=True) * 1
         exchange(lambda x, counts: x * 1, sent, counts)
         before = held_bytes(CPU)

@@ -47,11 +47,11 @@ def test_every_token_is_distilled_wherever_it_stands():
             seen.append(set(batch.tensors()))
             return torch.zeros(1)
 
-    course = SimpleNamespace(candidates_CM=torch.zeros(6, 4), dense=False)
+    anneal = SimpleNamespace(candidates_CM=torch.zeros(6, 4), dense=False)
     batch = Batch(
         torch.zeros(2, 3), torch.zeros(2, 3), loss_positions_BK=torch.zeros(2, 1), sample_ids_B=torch.arange(2)
     )
-    distillation.Distilling(1.0, 1.0, torch.device("cpu"), course=course)(Model(), batch)
+    distillation.DistillationLoss(1.0, 1.0, torch.device("cpu"), anneal=anneal)(Model(), batch)
     assert seen == [{"tokens_BL", "labels_BL"}, {"tokens_BL", "labels_BL", "sample_ids_B"}]
 
 

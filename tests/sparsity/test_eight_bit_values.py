@@ -15,7 +15,7 @@ from steelyard.core.errors import RuntimeFailure, UserError
 from steelyard.evaluate.load_model import loaded
 from steelyard.sparsity.calibration import Calibration, windows
 from steelyard.sparsity.rounding import round_matrix
-from steelyard.sparsity.semi_structured import Compressing, compressible, export
+from steelyard.sparsity.semi_structured import CompressedView, compressible, export
 from tests.checkpoint.models import Held, assert_equal
 from tests.sparsity.small import write_text
 from tests.sparsity.test_compressed import pruned, run, write_pruned
@@ -226,7 +226,7 @@ def test_a_view_of_a_compressed_folder_changes_the_format_of_its_values(tmp_path
     source = pruned("llama")
     export(source, tmp_path / "out", None, allow_dense=False)
     view = compressible(open_source(tmp_path / "out"), allow_dense=False, value_format="fp8")
-    assert isinstance(view, Compressing)
+    assert isinstance(view, CompressedView)
     name = "layers.0.mlp.down"
     values, scales = quantized(source.tensor(f"{name}.weight"), "fp8")
     assert torch.equal(view.tensor(f"{name}.scales"), scales)

@@ -63,8 +63,8 @@ def test_noise_is_what_the_written_formula_gives():
         x = (x ^ (x >> 13)) * 0xC2B2AE35 % (1 << 32)
         return x ^ (x >> 16)
 
-    place, rows, groups = GroupOffset(70_000, 3, 40_000), 3, 5  # an index beyond 31 bits
-    found = gumbel.noise(torch.tensor([5, -9], dtype=torch.int32), (-7, 11), (rows, groups, 4), place)
+    offset, rows, groups = GroupOffset(70_000, 3, 40_000), 3, 5  # an index beyond 31 bits
+    found = gumbel.noise(torch.tensor([5, -9], dtype=torch.int32), (-7, 11), (rows, groups, 4), offset)
     keys = [mix((5 - 7) % (1 << 32)), mix(-9 + 11)]
     for row, group, candidate in itertools.product(range(rows), range(groups), range(4)):
         index = ((70_000 + row) * 40_000 + 3 + group) * 0x9E3779B1 + keys[0]
@@ -113,7 +113,7 @@ def test_the_argmax_keeps_two_of_four():
 def test_the_gradient_lies_as_the_logits_do():
     """Zero bubble hands it to the fused optimizer as it is, which reads it as if it lay like the parameter."""
     logits = torch.randn(16, 8, 6, requires_grad=True)
-    course, draw = torch.tensor([1.0, 1.0, 0.0]), gumbel.draw_of(torch.tensor([5]))
-    product = gumbel.masked_weight(torch.randn(16, 32), logits, TWO_OF_FOUR, draw, course, (1, 2), WHOLE, False)
+    anneal, draw = torch.tensor([1.0, 1.0, 0.0]), gumbel.draw_of(torch.tensor([5]))
+    product = gumbel.masked_weight(torch.randn(16, 32), logits, TWO_OF_FOUR, draw, anneal, (1, 2), WHOLE, False)
     (gradient,) = torch.autograd.grad(product.sum(), logits)
     assert gradient.stride() == logits.stride()

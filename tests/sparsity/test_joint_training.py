@@ -11,7 +11,7 @@ from steelyard.core.recipe import load_recipe
 from steelyard.parallel import mesh
 from steelyard.sparsity import mask_file, pruned_source
 from steelyard.sparsity.joint_training import JointTraining
-from steelyard.sparsity.mask_sources import carried
+from steelyard.sparsity.mask_sources import masked_checkpoint
 from steelyard.sparsity.patterns import Pattern
 from steelyard.sparsity.target_modules import maskable
 from steelyard.training.engine import Engine
@@ -27,7 +27,7 @@ DISTILL = ("sparsity.distill=1.0",)
 
 def assert_two_of_four(path) -> None:
     source = open_source(path)
-    masks = carried(path).masks
+    masks = masked_checkpoint(path).masks
     assert len(masks.names()) == 14
     for name in masks.names():
         kept = source.tensor(name) != 0
@@ -106,7 +106,7 @@ def test_masks_keep_the_weights_whose_columns_have_the_larger_gradient(place: Pl
     recipe = load_recipe(place.recipe, (*JOINT, "train.precision=fp32"))
     joint = JointTraining(recipe)
     engine = Engine(recipe, mesh.alone(), torch.device("cpu"), joint, None)
-    part = joint.parts[0]
+    part = joint.param_shards[0]
     with torch.no_grad():
         part.tensor[:] = torch.tensor([4.0, 3.0, 2.0, 1.0]).repeat(part.shape[1] // 4)
     part.parameter.grad = torch.ones_like(part.parameter) * torch.tensor([1.0, 1, 1, 9]).repeat(part.shape[1] // 4)

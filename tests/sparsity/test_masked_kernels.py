@@ -24,24 +24,24 @@ def parts(pattern: str, rows: int, inputs: int, dtype: torch.dtype = torch.float
     return candidates, weight, logits, gradient
 
 
-def both_ways(function, candidates, weight, logits, gradient, course, place, hard, draw=12345):
+def both_ways(function, candidates, weight, logits, gradient, anneal, offset, hard, draw=12345):
     draw = gumbel.draw_of(torch.tensor([draw], device=DEVICE))
     logits = logits.clone().requires_grad_()
-    product = function(weight, logits, candidates, draw, torch.tensor(course, device=DEVICE), SALT, place, hard)
+    product = function(weight, logits, candidates, draw, torch.tensor(anneal, device=DEVICE), SALT, offset, hard)
     product.backward(gradient)
     return product.detach(), logits.grad
 
 
 @pytest.mark.parametrize("hard", [False, True])
 @pytest.mark.parametrize("pattern", ["2:4", "1:4"])
-@pytest.mark.parametrize(("course"), [(100.0, 4.0, 1e-2), (500.0, 0.05, 0.0)])
-def test_the_kernels_mask_and_differentiate_as_the_plain_functions_do(pattern, hard, course):
+@pytest.mark.parametrize(("anneal"), [(100.0, 4.0, 1e-2), (500.0, 0.05, 0.0)])
+def test_the_kernels_mask_and_differentiate_as_the_plain_functions_do(pattern, hard, anneal):
     from steelyard.sparsity import masked_kernels
 
     given = parts(pattern, 6, 344)  # 258 pairs of groups: more than a block, and not a multiple of one
-    place = GroupOffset(0, 0, 86)
-    product, gradient = both_ways(gumbel.masked_weight, *given, course, place, hard)
-    fused_product, fused_gradient = both_ways(masked_kernels.masked_weight, *given, course, place, hard)
+    offset = GroupOffset(0, 0, 86)
+    product, gradient = both_ways(gumbel.masked_weight, *given, anneal, offset, hard)
+    fused_product, fused_gradient = both_ways(masked_kernels.masked_weight, *given, anneal, offset, hard)
     torch.testing.assert_close(fused_product, product, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(fused_gradient, gradient, rtol=1e-4, atol=1e-3 * gradient.abs().max().item())
     assert gradient.any()
@@ -51,9 +51,9 @@ def test_in_bf16_the_kernels_round_only_what_they_write():
     from steelyard.sparsity import masked_kernels
 
     given = parts("2:4", 4, 64, torch.bfloat16)
-    course, place = (100.0, 2.0, 1e-3), GroupOffset(0, 0, 16)
-    product, gradient = both_ways(gumbel.masked_weight, *given, course, place, False)
-    fused_product, fused_gradient = both_ways(masked_kernels.masked_weight, *given, course, place, False)
+    anneal, offset = (100.0, 2.0, 1e-3), GroupOffset(0, 0, 16)
+    product, gradient = both_ways(gumbel.masked_weight, *given, anneal, offset, False)
+    fused_product, fused_gradient = both_ways(masked_kernels.masked_weight, *given, anneal, offset, False)
     assert fused_product.dtype == torch.bfloat16
     torch.testing.assert_close(fused_product, product, rtol=1e-2, atol=1e-3)
     torch.testing.assert_close(fused_gradient, gradient, rtol=1e-3, atol=1e-3)
@@ -64,32 +64,32 @@ def test_a_part_of_a_weight_draws_what_the_whole_draws_there(cut):
     from steelyard.sparsity import masked_kernels
 
     candidates, weight, logits, gradient = parts("2:4", 8, 64)
-    course = (100.0, 4.0, 0.0)
+    anneal = (100.0, 4.0, 0.0)
     whole, of_whole = both_ways(
-        masked_kernels.masked_weight, candidates, weight, logits, gradient, course, GroupOffset(0, 0, 16), False
+        masked_kernels.masked_weight, candidates, weight, logits, gradient, anneal, GroupOffset(0, 0, 16), False
     )
     rows, columns, groups = (slice(4, 8), slice(None), slice(None)) if cut == "rows" else (
         slice(None), slice(24, 64), slice(6, 16))  # fmt: skip
-    place = GroupOffset(4, 0, 16) if cut == "rows" else GroupOffset(0, 6, 16)
+    offset = GroupOffset(4, 0, 16) if cut == "rows" else GroupOffset(0, 6, 16)
     part, of_part = both_ways(
         masked_kernels.masked_weight, candidates, weight[rows, columns].contiguous(), logits[rows, groups].contiguous(),
-        gradient[rows, columns].contiguous(), course, place, False,
+        gradient[rows, columns].contiguous(), anneal, offset, False,
     )  # fmt: skip
     assert torch.equal(part, whole[rows, columns])
     assert torch.equal(of_part, of_whole[rows, groups])
     assert not torch.equal(part, both_ways(
         masked_kernels.masked_weight, candidates, weight[rows, columns].contiguous(), logits[rows, groups].contiguous(),
-        gradient[rows, columns].contiguous(), course, GroupOffset(0, 0, 16), False,
+        gradient[rows, columns].contiguous(), anneal, GroupOffset(0, 0, 16), False,
     )[0])  # fmt: skip
 
 
 def test_another_micro_batch_draws_other_noise_without_a_new_kernel():
     from steelyard.sparsity import masked_kernels
 
-    given, course, place = parts("2:4", 4, 64), (100.0, 4.0, 0.0), GroupOffset(0, 0, 16)
-    first, _ = both_ways(masked_kernels.masked_weight, *given, course, place, False, draw=1)
-    again, _ = both_ways(masked_kernels.masked_weight, *given, course, place, False, draw=1)
-    second, _ = both_ways(masked_kernels.masked_weight, *given, course, place, False, draw=2)
+    given, anneal, offset = parts("2:4", 4, 64), (100.0, 4.0, 0.0), GroupOffset(0, 0, 16)
+    first, _ = both_ways(masked_kernels.masked_weight, *given, anneal, offset, False, draw=1)
+    again, _ = both_ways(masked_kernels.masked_weight, *given, anneal, offset, False, draw=1)
+    second, _ = both_ways(masked_kernels.masked_weight, *given, anneal, offset, False, draw=2)
     assert torch.equal(first, again)
     assert not torch.isclose(first, second).all()
 
@@ -100,18 +100,18 @@ def test_between_the_passes_only_the_product_is_kept():
     candidates, weight, logits, _ = parts("2:4", 64, 64, torch.bfloat16)
     logits.requires_grad_()
     kept: list[torch.Tensor] = []
-    draw, course = gumbel.draw_of(torch.tensor([3], device=DEVICE)), torch.tensor([1e2, 4.0, 0.0], device=DEVICE)
+    draw, anneal = gumbel.draw_of(torch.tensor([3], device=DEVICE)), torch.tensor([1e2, 4.0, 0.0], device=DEVICE)
     x = torch.randn(2, 64, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(
         lambda tensor: (kept.append(tensor), tensor)[1], lambda tensor: tensor
     ):
         product = masked_kernels.masked_weight(
-            weight, logits, candidates, draw, course, SALT, GroupOffset(0, 0, 16), False
+            weight, logits, candidates, draw, anneal, SALT, GroupOffset(0, 0, 16), False
         )
         torch.nn.functional.linear(x, product)
     known = {tensor.untyped_storage().data_ptr() for tensor in (weight, logits, x)}
     others = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept}
-    assert sum(size for place, size in others.items() if place not in known) <= 2.5 * weight.numel()
+    assert sum(size for offset, size in others.items() if offset not in known) <= 2.5 * weight.numel()
 
 
 def test_a_compiled_layer_computed_again_learns_the_same():
@@ -120,11 +120,11 @@ def test_a_compiled_layer_computed_again_learns_the_same():
     from steelyard.sparsity import masked_kernels
 
     candidates, weight, logits, _ = parts("2:4", 8, 16)
-    draw, course = gumbel.draw_of(torch.tensor([3], device=DEVICE)), torch.tensor([1e2, 4.0, 1e-3], device=DEVICE)
+    draw, anneal = gumbel.draw_of(torch.tensor([3], device=DEVICE)), torch.tensor([1e2, 4.0, 1e-3], device=DEVICE)
 
     def layer(x, logits):
         product = masked_kernels.masked_weight(
-            weight, logits, candidates, draw, course, SALT, GroupOffset(0, 0, 4), False
+            weight, logits, candidates, draw, anneal, SALT, GroupOffset(0, 0, 4), False
         )
         return torch.nn.functional.silu(torch.nn.functional.linear(x, product))
 

@@ -216,8 +216,8 @@ def test_compiled_layers_share_their_graphs():
     network = model.build(shape)
     model.init_weights(network, seed=1, std=0.02, layers=10)
     masked_linear.freeze(network)
-    course = masked_linear.course_of(SparsitySection(method="learned"), torch.device("cpu"))
-    masked_linear.put_masks(network, maskable(shape), 1, course)
+    anneal = masked_linear.anneal_state_of(SparsitySection(method="learned"), torch.device("cpu"))
+    masked_linear.put_masks(network, maskable(shape), 1, anneal)
     torch._dynamo.reset()
     graphs = CompileCounter()
     for layer in network.layers.values():

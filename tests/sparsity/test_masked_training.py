@@ -29,9 +29,9 @@ def test_straight_through_gradients_and_a_pull_on_what_is_out():
 def test_a_tensor_parallel_shard_multiplies_with_the_ties_of_the_whole_weight():
     weight, x = torch.ones(8, 32), torch.eye(32)
 
-    def masked(part, piece, inputs):
+    def masked(shard, piece, inputs):
         linear = Linear(piece.shape[1], piece.shape[0], bias=False)
-        linear.weight.data, linear.part = piece.clone(), part
+        linear.weight.data, linear.shard = piece.clone(), shard
         return _LargestProduct(linear, Pattern(2, 4), torch.zeros(1))(inputs, linear.weight, None)
 
     whole = masked((0, 0, 1), weight, x)

@@ -140,7 +140,7 @@ def test_ways_divide_the_inputs_where_rows_are_too_few_and_not_where_they_are_ma
         held = Packed(
             torch.empty(outputs, inputs // 2, device="meta"), torch.empty(outputs, inputs // 32, device="meta")
         )
-        return {way.parts for way in sparse_gemv.ways(rows, held) if way.rows == 64}
+        return {way.parts for way in sparse_gemv.configs(rows, held) if way.rows == 64}
 
     assert parts(4096, 14336, 16) == {2, 4, 7}
     assert parts(14336, 4096, 16) == {1, 2, 4}
@@ -223,7 +223,7 @@ def test_the_instruction_for_sparse_matrices_is_given_what_it_wants(monkeypatch,
     x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(1)).to(DEVICE, torch.bfloat16)
     held = compressed(weight) if kind is None else eight_bit(weight, kind)
     for _ in range(2):  # Counters are at zero again after the first.
-        y = sparse_mma.few_rows(x, held, sparse_mma.Form(*form))
+        y = sparse_mma.few_rows(x, held, sparse_mma.MmaConfig(*form))
         expected = x.double() @ dense(held).double().t()
         torch.testing.assert_close(y.double(), expected, rtol=1e-2, atol=0.02 * expected.std().item())
 
@@ -239,8 +239,8 @@ def test_tiles_are_tried_too_where_no_form_divides_a_matrix_well(monkeypatch):
             torch.empty(outputs, inputs // 2, device="meta"),
             torch.empty(outputs, inputs // 32, device="meta"),
         )
-        ways = sparse_gemv.ways(rows, Packed(values, words, places=words))
-        return [sum(isinstance(way, kind) for way in ways) for kind in (sparse_mma.Form, sparse_gemv.Way)]
+        ways = sparse_gemv.configs(rows, Packed(values, words, metadata=words))
+        return [sum(isinstance(way, kind) for way in ways) for kind in (sparse_mma.MmaConfig, sparse_gemv.GemvConfig)]
 
     assert kinds(14336, 4096, 8) == [6, 1]  # The one is for GPUs without the instruction.
     few, many = kinds(3584, 18944, 8)
@@ -253,10 +253,12 @@ def test_the_tensor_cores_are_given_forms_that_divide_a_matrix_evenly():
     from steelyard.sparsity.semi_structured import Packed
 
     def found(outputs, inputs):
-        return sparse_mma.forms(Packed(torch.empty(outputs, inputs // 2, device="meta"), torch.empty(0, device="meta")))
+        return sparse_mma.configs(
+            Packed(torch.empty(outputs, inputs // 2, device="meta"), torch.empty(0, device="meta"))
+        )
 
-    assert found(14336, 4096)[0] == sparse_mma.Form(2, 1, 4)
-    assert found(4096, 14336)[0] == sparse_mma.Form(1, 4, 2, parts=4)
+    assert found(14336, 4096)[0] == sparse_mma.MmaConfig(2, 1, 4)
+    assert found(4096, 14336)[0] == sparse_mma.MmaConfig(1, 4, 2, parts=4)
     for outputs, inputs in ((16, 512), (48, 1536), (14336, 4096)):
         for form in found(outputs, inputs):
             assert outputs // 16 % (form.tiles * form.across) == 0

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from steelyard.tokens.dataloader import Loader, documents_in, learned_in, read, starts_of
+from steelyard.tokens.dataloader import Loader, documents_in, loss_positions_in, read, starts_of
 
 
 class Numbers:
@@ -86,6 +86,6 @@ def test_places_that_weigh_something_come_first():
     weights = np.zeros((2, 128), dtype=np.float32)
     weights[0, [5, 9, 31]], weights[1, 2] = (1.0, 0.5, -1.0), 1.0
     others = [place for place in range(128) if place not in (5, 9, 31)]
-    assert learned_in(weights).tolist() == [[5, 9, 31, *others[:13]], [2, 0, 1, *range(3, 16)]]
-    assert learned_in(np.ones((2, 33), dtype=np.float32)).tolist() == [list(range(33))] * 2
-    assert learned_in(np.zeros((1, 1536), dtype=np.float32)).shape == (1, 32)
+    assert loss_positions_in(weights).tolist() == [[5, 9, 31, *others[:13]], [2, 0, 1, *range(3, 16)]]
+    assert loss_positions_in(np.ones((2, 33), dtype=np.float32)).tolist() == [list(range(33))] * 2
+    assert loss_positions_in(np.zeros((1, 1536), dtype=np.float32)).shape == (1, 32)

@@ -36,7 +36,7 @@ def test_gradients_have_two_bytes_and_the_norm_is_that_of_fp32(in_workplace, mod
     more = [model] if model else []
     narrow = engine_after_a_backward_pass(*more, "optim.gradients=bf16")
     wide = engine_after_a_backward_pass(*more)
-    ours, theirs = ([part.gradient for part in engine.parts] for engine in (narrow, wide))
+    ours, theirs = ([part.gradient for part in engine.param_shards] for engine in (narrow, wide))
     assert {gradient.dtype for gradient in ours} == {torch.bfloat16}
     assert {gradient.dtype for gradient in theirs} == {torch.float32}
     counted = memory_of(narrow.recipe, 1)[0].gradients

@@ -108,7 +108,7 @@ def test_the_blocks_of_a_model_decide_which_parameters_are_matrices(in_workplace
     family += "experts_per_token=2, ffn=24, expert_ffn=8, shared_ffn=16, dense_layers=[1], router_bias_rate=0.01}"
     recipe = load_recipe("tiny.toml", ["optim.name=muon", f"model={family}"])
     engine = Engine(recipe, alone(), torch.device("cpu"), Extension(), None)
-    named = {part.name: part.is_matrix for part in engine.parts}
+    named = {part.name: part.is_matrix for part in engine.param_shards}
     matrices = {name.split(".", 2)[2] for name, is_matrix in named.items() if is_matrix}
     attention = {f"attention.{name}.weight" for name in ("query", "key", "value", "output")}
     mlps = {f"mlp.{kind}{name}.weight" for kind in ("", "experts.", "shared.") for name in ("gate", "up", "down")}

@@ -53,8 +53,8 @@ class FaultyGradient(Extension):
 
     name = "layers.0.mlp.down.weight"
 
-    def assembled(self, stages, parts, mesh):
-        next(part.parameter for part in parts if part.name == self.name).register_hook(self.spoil)
+    def parallelized(self, stages, param_shards, mesh):
+        next(part.parameter for part in param_shards if part.name == self.name).register_hook(self.spoil)
 
     def begin_step(self, step, batch, loss_scale):
         self.step, self.backwards = step, 0
@@ -67,8 +67,8 @@ class FaultyGradient(Extension):
 class FaultyWeight(Extension):
     """A weight becomes NaN, as a fault of the memory would have it."""
 
-    def assembled(self, stages, parts, mesh):
-        self.part = next(part for part in parts if part.name == "layers.1.mlp.up.weight")
+    def parallelized(self, stages, param_shards, mesh):
+        self.part = next(part for part in param_shards if part.name == "layers.1.mlp.up.weight")
 
     def begin_step(self, step, batch, loss_scale):
         if step == 4:

@@ -39,7 +39,7 @@ class SignalledInValidation(Extension):
         self.number, self.part, self.parts = number, part, 0
 
     def weigh(self, engine, batch):
-        if not engine.assembly.model.training:
+        if not engine.parallel_model.model.training:
             self.parts += 1
             if self.parts == self.part:
                 os.kill(os.getpid(), self.number)

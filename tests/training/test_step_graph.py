@@ -7,7 +7,7 @@ import torch._inductor
 
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import load_recipe
-from steelyard.finetuning.lora_extension import Adapting
+from steelyard.finetuning.lora_extension import LoraExtension
 from steelyard.model import Batch
 from steelyard.parallel import mesh
 from steelyard.parallel.parallelize import compile_options
@@ -35,12 +35,12 @@ KINDS = {
 
 def curve(kind: str, *overrides: str) -> list[tuple[float, float]]:
     recipe = load_recipe("quickstart", [MODEL, *SIZES, *KINDS[kind], *overrides])
-    extension = Adapting(recipe) if recipe.finetune else sparsity_extension.extension(recipe) or Extension()
+    extension = LoraExtension(recipe) if recipe.finetune else sparsity_extension.extension(recipe) or Extension()
     engine = Engine(recipe, mesh.alone(), torch.device("cuda"), extension, None)
     engine.initialise()
     generator = torch.Generator(device="cuda").manual_seed(0)
     with torch.no_grad():
-        for part in engine.parts:
+        for part in engine.param_shards:
             if not part.parameter.requires_grad:
                 if part.tensor.dtype.itemsize == 1:
                     part.tensor.view(torch.uint8).random_(generator=generator)

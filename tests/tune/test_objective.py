@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from steelyard.tune.objective import Objective, ObjectiveValues, at_step
-from steelyard.tune.pruner import Stopping
+from steelyard.tune.pruner import TrialPruner
 from steelyard.tune.spec import EarlyStopping
 
 
@@ -96,7 +96,7 @@ def test_a_trial_far_behind_is_stopped(goal, others, mine, stops):
     objective = Objective(metric="m", goal=goal)
     measured = ObjectiveValues(objective)
     tune = SimpleNamespace(early_stopping=EarlyStopping(after=2, margin=0.3))
-    rule = Stopping(tune, _others(*[[(step, float(value)) for step in (1, 2, 3)] for value in others]), [measured])
+    rule = TrialPruner(tune, _others(*[[(step, float(value)) for step in (1, 2, 3)] for value in others]), [measured])
     for step in (1, 2):
         measured.record({"step": step, "m": float(mine)})
         assert rule() is None

@@ -8,7 +8,7 @@ import pytest
 from steelyard.core.errors import UserError
 from steelyard.tune import command, spec, worker_loop
 from steelyard.tune.defaults import tune_for
-from steelyard.tune.expression import Expression, Refused
+from steelyard.tune.expression import Expression, ExpressionError
 from steelyard.tune.search_space import Dimension, Space
 
 GOOD = """
@@ -214,7 +214,7 @@ def test_a_constraint_is_reckoned(text, holds):
      "min(*a)", "max()", "a := 1", "b'x' == a", "None == a"],
 )  # fmt: skip
 def test_what_is_no_constraint_is_refused(text):
-    with pytest.raises(Refused):
+    with pytest.raises(ExpressionError):
         Expression(text, {"a"})
 
 

@@ -48,7 +48,7 @@ FORMAT, VERSION, VERSION_8_BIT = "steelyard-2:4", "1", "2"
 STATED = "sparse_format"  # in config.json
 VALUES, INDICES, SCALES, WEIGHT = ".values", ".indices", ".scales", ".weight"
 PARTS = (VALUES, INDICES, SCALES)
-GROUP, KEPT = 4, 2
+GROUP, NONZEROS = 4, 2
 AGAIN = "export or copy it again"
 
 
@@ -117,7 +117,9 @@ class CompressedSource(CheckpointSource):
         self.dtype = widest(floats, path)
         self.layout = {"files": len(files), "compressed": len(self.compressed)}
         generation = path / "generation_config.json"
-        self.extra = configs.extra_of(hf, read_json_object(inside(generation)) if generation.is_file() else None)
+        self.hf_metadata = configs.metadata_of(
+            hf, read_json_object(inside(generation)) if generation.is_file() else None
+        )
         self.tokenizer_files = tokenizer_files(path)
         self.tokenizer = str(path) if self.tokenizer_files else None
 
@@ -127,7 +129,7 @@ class CompressedSource(CheckpointSource):
             fits = False
         else:
             *rows, kept = values.size
-            fits = kept % KEPT == 0 and indices.size == (*rows, indices_of_row(2 * kept))
+            fits = kept % NONZEROS == 0 and indices.size == (*rows, indices_of_row(2 * kept))
         if not fits:
             raise UserError(f"the indices of {name} do not fit its values", where=str(self.path), hint=AGAIN)
         scales = self.places.get(scales_of(name))
@@ -190,7 +192,7 @@ def masks_of(indices: Tensor, groups: int) -> Tensor:
 
 def expanded(values: Tensor, indices: Tensor, where: str = "") -> Tensor:
     """The dense matrix."""
-    groups = values.shape[-1] // KEPT
+    groups = values.shape[-1] // NONZEROS
     masks = masks_of(indices, groups)
     if not bool(masks.all()):
         raise UserError("the indices are not in ascending order", where=where, hint=AGAIN)
@@ -218,7 +220,7 @@ def crowded(weight: Tensor) -> str | None:
     if weight.shape[-1] % GROUP:
         return f"it has {weight.shape[-1]} inputs, which is not a multiple of {GROUP}"
     kept = weight.unflatten(-1, (-1, GROUP)).count_nonzero(-1)
-    too_many = int((kept > KEPT).sum())
+    too_many = int((kept > NONZEROS).sum())
     return f"{too_many} of its {kept.numel()} groups of four have more than two nonzero weights" if too_many else None
 
 
@@ -256,11 +258,11 @@ def _tables() -> tuple[Tensor, Tensor]:
     A group with fewer than two nonzero weights also stores its first zeros.
     """
     masks, codes = torch.zeros(16, dtype=torch.uint8), torch.zeros(16, dtype=torch.uint8)
-    for first, second in itertools.combinations(range(GROUP), KEPT):
+    for first, second in itertools.combinations(range(GROUP), NONZEROS):
         masks[first + 4 * second] = (1 << first) + (1 << second)
     for filled in range(16):
         ordered = sorted(range(GROUP), key=lambda place, filled=filled: (not filled >> place & 1, place))  # type: ignore[misc]
-        first, second = sorted(ordered[:KEPT])
+        first, second = sorted(ordered[:NONZEROS])
         codes[filled] = first + 4 * second
     return masks, codes
 

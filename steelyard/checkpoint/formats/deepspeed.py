@@ -15,7 +15,7 @@ from torch import Tensor
 
 from steelyard.checkpoint.formats import megatron_args, safe_unpickle
 from steelyard.checkpoint.formats.key_mapping import megatron
-from steelyard.checkpoint.formats.mapped_tensors import Mapped
+from steelyard.checkpoint.formats.mapped_tensors import MappedSource
 from steelyard.checkpoint.formats.megatron import Pieces, Ranks, add_companions, weights
 from steelyard.checkpoint.formats.megatron_args import NOT_WEIGHTS
 from steelyard.core.errors import UserError
@@ -25,7 +25,7 @@ LAYER_FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
 RANK_FILE = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 
 
-def opened(path: Path) -> Mapped | None:
+def opened(path: Path) -> MappedSource | None:
     """The checkpoint of a step, or the newest in its parent folder."""
     folder = _step_folder(path)
     if not folder.is_dir():
@@ -41,7 +41,7 @@ def opened(path: Path) -> Mapped | None:
     store = Ranks(shards, config, states[0].get("checkpoint_version", 3.0))
     tensor = len({number[1] for number in layers}) or len(states)
     layout = {"tensor": tensor, "files": len(layers) or len(states)}
-    source = Mapped("deepspeed", folder, config, store, megatron(config), layout)
+    source = MappedSource("deepspeed", folder, config, store, megatron(config), layout)
     match = re.fullmatch(r"global_step(\d+)", folder.name)
     source.step = int(match[1]) if match else None
     add_companions(source, args, folder.parent)

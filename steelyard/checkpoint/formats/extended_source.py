@@ -36,7 +36,8 @@ class ExtendedSource(CheckpointSource):
         if not self.parts:
             raise UserError(f"the tokenizer {tokenizer} has no new pieces", where=str(origin.path))
         self.origin, self.format, self.path, self.dtype = origin, origin.format, origin.path, origin.dtype
-        self.step, self.layout, self.extra, self.remark = origin.step, origin.layout, origin.extra, origin.remark
+        self.step, self.layout, self.remark = origin.step, origin.layout, origin.remark
+        self.hf_metadata = origin.hf_metadata
         self.config = origin.config.model_copy(update={"vocab": max(origin.config.vocab, extended.vocab_size)})
         self.tokenizer = tokenizer
         self.tokenizer_files = tokenizer_files(Path(tokenizer)) if Path(tokenizer).is_dir() else []

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from steelyard.checkpoint.formats import gguf_architectures, gguf_blocks, gguf_tokenizer
 from steelyard.checkpoint.formats.key_mapping import Entry
-from steelyard.checkpoint.formats.mapped_tensors import Mapped, Store
+from steelyard.checkpoint.formats.mapped_tensors import MappedSource, Store
 from steelyard.core.errors import CorruptFileError, UserError
 from steelyard.core.recipe.model_section import RotaryConfig
 from steelyard.core.recipe.rope_scaling import RopeScaling
@@ -41,7 +41,7 @@ LARGEST_FACTOR = 10**6  # the limit of a recipe
 SPECIAL = ("bos", "eos", "padding")
 
 
-class GgufSource(Mapped):
+class GgufSource(MappedSource):
     """A GGUF file."""
 
     settings: dict[str, Any]
@@ -78,10 +78,10 @@ def opened(path: Path) -> GgufSource | None:
     source = GgufSource("gguf", path, config, store, entries, layout)
     source.settings = settings
     ids = {f"{name}_token_id": settings.get(f"tokenizer.ggml.{name}_token_id") for name in SPECIAL}
-    source.extra = {key.replace("padding", "pad"): value for key, value in ids.items() if isinstance(value, int)}
+    source.hf_metadata = {key.replace("padding", "pad"): value for key, value in ids.items() if isinstance(value, int)}
     positions = settings.get(f"{settings['general.architecture']}.context_length")
     if isinstance(positions, int):
-        source.extra["positions"] = positions
+        source.hf_metadata["positions"] = positions
     if "tokenizer.ggml.tokens" in settings:
         source.tokenizer = str(path)
     return source

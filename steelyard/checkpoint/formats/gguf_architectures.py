@@ -91,12 +91,12 @@ def _refused(what: str) -> UserError:
     return UserError(f"{what} has no counterpart in GGUF", hint=f"supported are {SUPPORTED}; or convert to hf")
 
 
-def settings_of(config: ModelConfig, extra: dict[str, Any]) -> dict[str, int | float | str]:
+def settings_of(config: ModelConfig, metadata: dict[str, Any]) -> dict[str, int | float | str]:
     """The settings of the model, without the name of the architecture before each."""
     assert isinstance(config, RotaryConfig)
     settings: dict[str, int | float | str] = {
         "block_count": config.layers,
-        "context_length": context_of(config, extra),
+        "context_length": context_of(config, metadata),
         "embedding_length": config.hidden,
         "feed_forward_length": config.ffn,
         "attention.head_count": config.heads,
@@ -113,12 +113,12 @@ def settings_of(config: ModelConfig, extra: dict[str, Any]) -> dict[str, int | f
     return settings | config.to_gguf()[1]
 
 
-def context_of(config: RotaryConfig, extra: dict[str, Any]) -> int:
+def context_of(config: RotaryConfig, metadata: dict[str, Any]) -> int:
     """The maximum sequence length. llama.cpp has no windows in most of these architectures.
 
     Within one window, full attention computes the same.
     """
-    positions = positions_of(config, extra)
+    positions = positions_of(config, metadata)
     window = config.blocks.layers[0].attention.window
     is_written = "attention.sliding_window" in config.to_gguf()[1]
     return positions if window is None or is_written else min(positions, window)

@@ -28,7 +28,7 @@ ROLES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "paddin
 HINT = "pass another tokenizer with --tokenizer, or convert to hf"
 
 
-def settings_of(tokenizer: Tokenizer, vocab: int, extra: dict[str, Any]) -> dict[str, Any]:
+def settings_of(tokenizer: Tokenizer, vocab: int, metadata: dict[str, Any]) -> dict[str, Any]:
     """The settings after `tokenizer.`"""
     inner: Tokenizer = tokenizer
     if isinstance(tokenizer, JsonTokenizer) and not _is_byte_level(tokenizer):
@@ -38,7 +38,7 @@ def settings_of(tokenizer: Tokenizer, vocab: int, extra: dict[str, Any]) -> dict
     else:
         assert isinstance(inner, JsonTokenizer)
         settings = _of_byte_bpe(inner, vocab)
-    return {f"ggml.{key}": value for key, value in settings.items()} | _special(tokenizer, vocab, extra)
+    return {f"ggml.{key}": value for key, value in settings.items()} | _special(tokenizer, vocab, metadata)
 
 
 def _is_byte_level(tokenizer: JsonTokenizer) -> bool:
@@ -142,11 +142,11 @@ def _of_sentencepiece(tokenizer: SentencePieceTokenizer, outer: Tokenizer, vocab
     return {"model": "llama", **settings}
 
 
-def _special(tokenizer: Tokenizer, vocab: int, extra: dict[str, Any]) -> dict[str, Any]:
+def _special(tokenizer: Tokenizer, vocab: int, metadata: dict[str, Any]) -> dict[str, Any]:
     ids: dict[str, int | None] = {role: tokenizer.special_id(name) for role, name in ROLES.items()}
     ids["unknown"] = ids["unknown"] if ids["unknown"] is not None else tokenizer.model_unknown_id()
     for role, key in (("bos", "bos_token_id"), ("eos", "eos_token_id"), ("padding", "pad_token_id")):
-        given = extra.get(key)
+        given = metadata.get(key)
         numbers = given if isinstance(given, list) else [given]
         ids[role] = numbers[0] if numbers[0] is not None else ids[role]
         if role == "eos" and len(numbers) > 1:  # The end of a turn, at which generation stops too.

@@ -45,7 +45,7 @@ def _architecture(hf: dict[str, Any]) -> str | None:
     return next((name for each in FAMILIES.values() if (name := each.architecture_of(hf)) is not None), None)
 
 
-def extra_of(hf: dict[str, Any], generation: dict[str, Any] | None) -> dict[str, Any]:
+def metadata_of(hf: dict[str, Any], generation: dict[str, Any] | None) -> dict[str, Any]:
     """The settings of a config.json that the model config does not have."""
     named = _architecture(hf)
     usual = dict.fromkeys(DROPOUT[:3], 0.1) if named == "GPT2LMHeadModel" else {}  # The default of transformers.
@@ -60,10 +60,10 @@ def extra_of(hf: dict[str, Any], generation: dict[str, Any] | None) -> dict[str,
     )
 
 
-def config_to_hf(config: ModelConfig, dtype: torch.dtype, extra: dict[str, Any]) -> dict[str, Any]:
-    """The config.json of a model config. `extra` has the rest: positions, special tokens, dropout, architecture."""
-    special = {key: extra[key] for key in SPECIAL if extra.get(key) is not None}
-    return config.to_hf(extra) | {
+def config_to_hf(config: ModelConfig, dtype: torch.dtype, metadata: dict[str, Any]) -> dict[str, Any]:
+    """The config.json of a model config. `metadata` has the rest: positions, special tokens, dropout, architecture."""
+    special = {key: metadata[key] for key in SPECIAL if metadata.get(key) is not None}
+    return config.to_hf(metadata) | {
         "torch_dtype": str(dtype).removeprefix("torch."),
         "vocab_size": config.vocab,
         "tie_word_embeddings": config.tied,
@@ -74,9 +74,9 @@ def config_to_hf(config: ModelConfig, dtype: torch.dtype, extra: dict[str, Any])
     }
 
 
-def positions_of(config: ModelConfig, extra: dict[str, Any]) -> int:
+def positions_of(config: ModelConfig, metadata: dict[str, Any]) -> int:
     """The maximum sequence length of the model."""
     if config.blocks.positions is not None:
         return config.blocks.positions
     assert isinstance(config, RotaryConfig)
-    return rotary_positions(config, extra)
+    return rotary_positions(config, metadata)

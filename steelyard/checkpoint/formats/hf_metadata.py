@@ -1,6 +1,6 @@
 """Metadata of a model besides weights and config: special tokens, generation settings, the class in transformers.
 
-The `extra` of a source may have these keys:
+The `hf_metadata` of a source may have these keys:
 
     bos_token_id, eos_token_id, pad_token_id    an id, or several
     positions                                   the maximum sequence length of the model
@@ -33,43 +33,43 @@ ROLES = {"bos_token_id": "bos_token", "eos_token_id": "eos_token"}
 def validated(table: object) -> dict[str, Any]:
     """The valid entries of an untrusted table."""
     given = table if isinstance(table, dict) else {}
-    extra: dict[str, Any] = {key: given[key] for key in SPECIAL if _ids(given.get(key))}
+    metadata: dict[str, Any] = {key: given[key] for key in SPECIAL if _ids(given.get(key))}
     positions = given.get("positions")
     if type(positions) is int and 0 < positions <= 10**8:
-        extra["positions"] = positions
+        metadata["positions"] = positions
     if isinstance(given.get("generation_config"), dict):
-        extra["generation_config"] = given["generation_config"]
+        metadata["generation_config"] = given["generation_config"]
     if isinstance(given.get("architecture"), str):
-        extra["architecture"] = given["architecture"]
+        metadata["architecture"] = given["architecture"]
     dropout = given.get("dropout")
     if isinstance(dropout, dict):
-        extra["dropout"] = {
+        metadata["dropout"] = {
             key: dropout[key] for key in DROPOUT if isinstance(dropout.get(key), (int, float)) and 0 <= dropout[key] < 1
         }
-    return extra
+    return metadata
 
 
-def write(extra: dict[str, Any], folder: Path) -> None:
-    """Write `extra` next to Megatron's iterations, unless it is empty."""
-    if extra:
-        files.write_json(folder / BESIDE_MEGATRON, {"extra": extra})
+def write(metadata: dict[str, Any], folder: Path) -> None:
+    """Write `metadata` next to Megatron's iterations, unless it is empty."""
+    if metadata:
+        files.write_json(folder / BESIDE_MEGATRON, {"extra": metadata})
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """The `extra` next to Megatron's iterations, empty if there is no such file."""
+    """The `metadata` next to Megatron's iterations, empty if there is no such file."""
     path = folder / BESIDE_MEGATRON
     return validated(read_json_object(inside(path)).get("extra")) if path.is_file() else {}
 
 
-def with_tokenizer(extra: dict[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
-    """`extra` with the BOS and EOS ids of the tokenizer, if it has none."""
+def with_tokenizer(metadata: dict[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
+    """`metadata` with the BOS and EOS ids of the tokenizer, if it has none."""
     ids = {key: tokenizer.special_id(role) for key, role in ROLES.items()}
-    return {**{key: number for key, number in ids.items() if number is not None}, **extra}
+    return {**{key: number for key, number in ids.items() if number is not None}, **metadata}
 
 
-def of_another_vocabulary(extra: dict[str, Any]) -> dict[str, Any]:
-    """`extra` without token ids, for use with another tokenizer."""
-    without_ids = {key: value for key, value in extra.items() if key not in SPECIAL}
+def of_another_vocabulary(metadata: dict[str, Any]) -> dict[str, Any]:
+    """`metadata` without token ids, for use with another tokenizer."""
+    without_ids = {key: value for key, value in metadata.items() if key not in SPECIAL}
     if "generation_config" in without_ids:
         without_ids["generation_config"] = {
             key: each for key, each in without_ids["generation_config"].items() if key not in SPECIAL
@@ -77,17 +77,17 @@ def of_another_vocabulary(extra: dict[str, Any]) -> dict[str, Any]:
     return without_ids
 
 
-def end_ids(extra: dict[str, Any]) -> list[int]:
+def end_ids(metadata: dict[str, Any]) -> list[int]:
     """The EOS ids; like transformers, from the generation settings first."""
-    eos = (extra.get("generation_config") or {}).get("eos_token_id")
+    eos = (metadata.get("generation_config") or {}).get("eos_token_id")
     if eos is None:
-        eos = extra.get("eos_token_id")
+        eos = metadata.get("eos_token_id")
     return [eos] if isinstance(eos, int) else [number for number in eos or () if isinstance(number, int)]
 
 
-def disagreement(extra: dict[str, Any], tokenizer: Tokenizer) -> str | None:
+def disagreement(metadata: dict[str, Any], tokenizer: Tokenizer) -> str | None:
     """A message if a model and its tokenizer have different EOS tokens."""
-    end, eos = tokenizer.end_id, end_ids(extra)
+    end, eos = tokenizer.end_id, end_ids(metadata)
     if end is None or end in eos:
         return None
     own = f"{tokenizer.special('eos_token')} ({end})"

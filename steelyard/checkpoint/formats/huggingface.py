@@ -12,7 +12,7 @@ from torch import Tensor
 from steelyard.checkpoint.formats import hf_config as configs
 from steelyard.checkpoint.formats import safe_unpickle, safetensors
 from steelyard.checkpoint.formats.key_mapping import Entry, hugging_face
-from steelyard.checkpoint.formats.mapped_tensors import Mapped, Store
+from steelyard.checkpoint.formats.mapped_tensors import MappedSource, Store
 from steelyard.checkpoint.formats.source import TABLES
 from steelyard.core.errors import CorruptFileError, UserError
 from steelyard.core.files import inside
@@ -28,7 +28,7 @@ TOKENIZER_FILES = (
 CONSTANTS = re.compile(r"\.(attn\.(masked_)?bias|rotary_emb\.inv_freq)$")
 
 
-def opened(path: Path) -> Mapped | None:
+def opened(path: Path) -> MappedSource | None:
     """The model in a folder, if it is a Hugging Face folder."""
     if path.is_file() and path.name in ("config.json", *WEIGHTS):
         path = path.parent
@@ -40,9 +40,9 @@ def opened(path: Path) -> Mapped | None:
     layout = {
         "files": len({place.path if isinstance(place, safetensors.Extent) else 0 for place in store.places.values()})
     }
-    source = Mapped("hf", path, config, store, hugging_face(config), layout)
+    source = MappedSource("hf", path, config, store, hugging_face(config), layout)
     generation = path / "generation_config.json"
-    source.extra = configs.extra_of(hf, read_json_object(inside(generation)) if generation.is_file() else None)
+    source.hf_metadata = configs.metadata_of(hf, read_json_object(inside(generation)) if generation.is_file() else None)
     _check_vocab_rows(source)
     source.tokenizer_files = tokenizer_files(path)
     source.tokenizer = tokenizer_in(path)
@@ -54,7 +54,7 @@ def tokenizer_in(folder: Path) -> str | None:
     return str(folder) if any((folder / name).is_file() for name in VOCABULARIES) else None
 
 
-def _check_vocab_rows(source: Mapped) -> None:
+def _check_vocab_rows(source: MappedSource) -> None:
     """Raise unless embedding and head have `vocab_size` rows: that number includes padding, and no rows are removed."""
     sizes, vocab = source.store.sizes(), source.config.vocab
     for entry in source.entries:

@@ -7,7 +7,7 @@ An entry is one tensor of another format and the tensors of ours that it contain
     groups     query, key and value interleaved by key-value group: Megatron's linear_qkv
     rotated    the pairs (i, i + half) of each head interleaved: llama.cpp's rotary layout
 
-`cut` is the dimension along which tensor parallelism shards it, or None. Where other formats store the matrices of
+`shard_dim` is the dimension along which tensor parallelism shards it, or None. Where other formats store matrices of
 experts one by one, `expert` is the number of the matrix in ours.
 """
 
@@ -34,7 +34,7 @@ class Entry:
     name: str
     ours: tuple[str, ...]
     join: Join = "rows"
-    cut: int | None = None
+    shard_dim: int | None = None
     layer: int | None = None
     expert: int | None = None
 
@@ -127,7 +127,7 @@ def hugging_face(config: ModelConfig, keys: HfKeys | None = None) -> list[Entry]
 def megatron(config: ModelConfig) -> list[Entry]:
     """The tensors of megatron-core's `GPTModel`, by the names of its local layers."""
     blocks = config.blocks
-    entries = [Entry("embedding.word_embeddings.weight", ("embed.weight",), cut=0)]
+    entries = [Entry("embedding.word_embeddings.weight", ("embed.weight",), shard_dim=0)]
     if blocks.positions is not None:
         entries.append(Entry("embedding.position_embeddings.weight", ("positions.weight",)))
     for n, layer in enumerate(blocks.layers):
@@ -149,7 +149,7 @@ def megatron(config: ModelConfig) -> list[Entry]:
                 Entry(f"{theirs}pre_mlp_layernorm.{kind}", (f"{ours}mlp_norm.{kind}",), layer=n),
             ]
     entries += [Entry(f"decoder.final_layernorm.{kind}", (f"norm.{kind}",)) for kind in blocks.norm.params()]
-    return entries + ([] if config.tied else [Entry("output_layer.weight", ("head.weight",), cut=0)])
+    return entries + ([] if config.tied else [Entry("output_layer.weight", ("head.weight",), shard_dim=0)])
 
 
 def _megatron_mlp(mlp: MlpBlock, n: int, ours: str = "mlp", theirs: str = "mlp") -> list[Entry]:
@@ -172,11 +172,11 @@ def _megatron_experts(block: ExpertsBlock, n: int) -> list[Entry]:
     entries = [Entry(f"{theirs}router.weight", (f"{ours}router.weight",), layer=n)]
     if block.routing.bias_rate is not None:
         entries.append(Entry(f"{theirs}router.expert_bias", (f"{ours}router.balance",), layer=n))
-    for product, parts, cut in (("linear_fc1", ("gate", "up"), 0), ("linear_fc2", ("down",), 1)):
+    for product, parts, shard_dim in (("linear_fc1", ("gate", "up"), 0), ("linear_fc2", ("down",), 1)):
         names = tuple(f"{ours}experts.{part}.weight" for part in parts)
         for expert in range(block.routing.experts):
             name = f"{theirs}experts.local_experts.{expert}.{product}.weight"
-            entries.append(Entry(name, names, "rows", cut, n, expert))
+            entries.append(Entry(name, names, "rows", shard_dim, n, expert))
     if block.shared is not None:
         entries += _megatron_mlp(block.shared, n, "mlp.shared", "mlp.shared_experts")
     return entries

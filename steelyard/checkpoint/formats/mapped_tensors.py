@@ -32,7 +32,7 @@ class Store(ABC):
         """A whole tensor."""
 
 
-class Mapped(CheckpointSource):
+class MappedSource(CheckpointSource):
     """A store, and the entries that map its tensors to ours."""
 
     def __init__(
@@ -42,7 +42,7 @@ class Mapped(CheckpointSource):
         self.format, self.path, self.config, self.layout = format_, path, config, layout
         self.store, self.entries = store, entries
         self.dtype = widest(store.dtypes(), path)
-        self.extra, self.tokenizer_files = {}, []
+        self.hf_metadata, self.tokenizer_files = {}, []
         self._entries_of: dict[str, list[Entry]] = {}
         for entry in entries:
             for name in entry.ours:

@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from steelyard.checkpoint.formats import hf_metadata as extras
-from steelyard.checkpoint.formats import megatron_args, safe_unpickle
+from steelyard.checkpoint.formats import hf_metadata, megatron_args, safe_unpickle
 from steelyard.checkpoint.formats.huggingface import tokenizer_files, tokenizer_in
 from steelyard.checkpoint.formats.key_mapping import Entry, megatron
-from steelyard.checkpoint.formats.mapped_tensors import Mapped, Store
+from steelyard.checkpoint.formats.mapped_tensors import MappedSource, Store
 from steelyard.checkpoint.formats.megatron_args import NOT_WEIGHTS, renamed
 from steelyard.checkpoint.formats.megatron_experts import all_experts, experts_of
 from steelyard.core.console import console
@@ -35,7 +34,7 @@ MASKS = re.compile(r"\.(diff_mask\.gate|diff_mask\.mask_options|mask)$")
 Pieces = dict[str, list[Tensor]]
 
 
-def opened(path: Path) -> Mapped | None:
+def opened(path: Path) -> MappedSource | None:
     """The checkpoint of an iteration, or the newest in its parent folder."""
     folder, parent = megatron_args.iteration_folder(path)
     if not folder.is_dir():
@@ -68,19 +67,19 @@ def opened(path: Path) -> Mapped | None:
     if store.masks:
         layout["masks"] = len({MASKS.sub("", name) for name in store.masks})
         console.say(f"{folder} has masks of MaskLLM besides the weights; eval and generate apply them")
-    source = Mapped("megatron", folder, config, store, megatron(config), layout)
+    source = MappedSource("megatron", folder, config, store, megatron(config), layout)
     iteration = first.get("iteration")
     source.step = iteration if isinstance(iteration, int) else None
     add_companions(source, args, parent)
     return source
 
 
-def add_companions(source: Mapped, args: dict[str, Any], parent: Path) -> None:
+def add_companions(source: MappedSource, args: dict[str, Any], parent: Path) -> None:
     """Add the sequence length, and the metadata and tokenizer that Steelyard writes next to the weights."""
-    source.extra = extras.read(parent)
+    source.hf_metadata = hf_metadata.read(parent)
     positions = args.get("max_position_embeddings")
     if type(positions) is int and positions > 0:
-        source.extra["positions"] = positions
+        source.hf_metadata["positions"] = positions
     source.tokenizer_files = tokenizer_files(parent / TOKENIZER)
     source.tokenizer = tokenizer_in(parent / TOKENIZER)
 
@@ -169,9 +168,9 @@ class Ranks(Store):
         sizes = {}
         for name, pieces in self.pieces.items():
             size = list(pieces[0].shape)
-            cut = self.entries[name].cut if name in self.entries else None
-            if cut is not None and cut < len(size):
-                size[cut] = sum(piece.shape[cut] for piece in pieces)
+            shard_dim = self.entries[name].shard_dim if name in self.entries else None
+            if shard_dim is not None and shard_dim < len(size):
+                size[shard_dim] = sum(piece.shape[shard_dim] for piece in pieces)
             sizes[name] = tuple(size)
         return sizes
 
@@ -183,14 +182,14 @@ class Ranks(Store):
 
     def joined(self, entry: Entry, pieces: list[Tensor]) -> Tensor:
         """Join shards that are laid out like the tensor of an entry; they may have more dimensions."""
-        if entry.cut is None:
+        if entry.shard_dim is None:
             return pieces[0]
         if entry.join == "groups" and self.version < 2:
             pieces = [self._in_groups(piece) for piece in pieces]
         if len(entry.ours) == 2:  # Each rank has its part of the gate, then its part of the up projection.
             halves = [piece.chunk(2) for piece in pieces]
             return torch.cat([gate for gate, _ in halves] + [up for _, up in halves])
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=entry.cut)
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=entry.shard_dim)
 
     def _in_groups(self, piece: Tensor) -> Tensor:
         """Reorder to groups. Before version 2 each head has its own key and value, apart (0) or innermost (1)."""

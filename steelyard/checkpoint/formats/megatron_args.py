@@ -205,11 +205,11 @@ def _not_writable(blocks: ModelBlocks) -> str | None:
 
 
 def args_of(
-    config: ModelConfig, dtype: torch.dtype, extra: dict[str, Any], layout: MegatronLayout
+    config: ModelConfig, dtype: torch.dtype, metadata: dict[str, Any], layout: MegatronLayout
 ) -> argparse.Namespace:
     """The args to save with a checkpoint of this config, by Megatron's names."""
     refuse_to_write(config)
-    positions, tensor = positions_of(config, extra), layout.tensor
+    positions, tensor = positions_of(config, metadata), layout.tensor
     args: dict[str, Any] = {
         "num_layers": config.layers, "hidden_size": config.hidden, "num_attention_heads": config.heads,
         "ffn_hidden_size": config.ffn, "vocab_size": config.vocab,

@@ -20,7 +20,7 @@ from steelyard.checkpoint import folder as folders
 from steelyard.checkpoint.folder import Checkpoint
 from steelyard.checkpoint.formats import megatron_args, safe_unpickle
 from steelyard.checkpoint.formats.key_mapping import Entry, megatron
-from steelyard.checkpoint.formats.mapped_tensors import Mapped, Store
+from steelyard.checkpoint.formats.mapped_tensors import MappedSource, Store
 from steelyard.checkpoint.formats.megatron import add_companions
 from steelyard.checkpoint.formats.megatron_args import NOT_WEIGHTS, renamed
 from steelyard.checkpoint.sharded_tensor import TensorShard
@@ -32,7 +32,7 @@ STACKED = re.compile(r"^decoder\.layers\.(?!\d)")
 EXPERTS = ".mlp.experts.experts."
 
 
-def opened(path: Path) -> Mapped | None:
+def opened(path: Path) -> MappedSource | None:
     """The checkpoint of an iteration, or the newest in its parent folder."""
     folder, parent = megatron_args.iteration_folder(path)
     if not (folder / ".metadata").is_file() or not (folder / "metadata.json").is_file():
@@ -43,7 +43,9 @@ def opened(path: Path) -> Mapped | None:
     common = safe_unpickle.load(folder / "common.pt") if (folder / "common.pt").is_file() else {}
     args = safe_unpickle.settings_of(common.get("args") if isinstance(common, dict) else None)
     config = megatron_args.config_from_args(args, str(folder / "common.pt"))
-    source = Mapped("megatron-dist", folder, config, Stacked(folder, config.tied), megatron(config), _layout(folder))
+    source = MappedSource(
+        "megatron-dist", folder, config, StackedLayers(folder, config.tied), megatron(config), _layout(folder)
+    )
     iteration = common.get("iteration")
     source.step = iteration if isinstance(iteration, int) else None
     add_companions(source, args, parent)
@@ -54,7 +56,7 @@ def _layout(folder: Path) -> dict[str, int]:
     return {"files": len(list(folder.glob("*.distcp")))}
 
 
-class Stacked(Store):
+class StackedLayers(Store):
     """Tensors of torch.distributed.checkpoint, with those of all layers, and of all experts, stacked into one."""
 
     def __init__(self, folder: Path, tied: bool) -> None:

@@ -9,7 +9,7 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from steelyard.checkpoint import folder
-from steelyard.checkpoint.formats import hf_metadata as extras
+from steelyard.checkpoint.formats import hf_metadata
 from steelyard.checkpoint.formats.huggingface import tokenizer_files, tokenizer_in
 from steelyard.checkpoint.formats.mapped_tensors import widest
 from steelyard.checkpoint.formats.source import CheckpointSource, first_problem, is_own
@@ -33,7 +33,7 @@ class SteelyardSource(CheckpointSource):
 
     def __init__(self, saved: folder.Checkpoint) -> None:
         self.saved, self.path, self.step = saved, saved.path, saved.step
-        self.extra, self.tokenizer_files = {}, []
+        self.hf_metadata, self.tokenizer_files = {}, []
         if saved.state.get("sparsity", {}).get("method") == "learned":
             raise UserError(
                 f"{saved.path} contains only masks, not the weights they belong to",
@@ -57,13 +57,13 @@ class SteelyardSource(CheckpointSource):
                 raise UserError(
                     f"its model is not valid: {first_problem(error)}", where=str(saved.path / folder.STATE)
                 ) from None
-            self.extra = extras.validated(saved.state.get("extra"))
+            self.hf_metadata = hf_metadata.validated(saved.state.get("extra"))
             self.tokenizer_files = tokenizer_files(saved.path / TOKENIZER)
             self.tokenizer = tokenizer_in(saved.path / TOKENIZER)
         else:
             recipe = saved.run.recipe()
             self.config, self.tokenizer = recipe.model, recipe.data.tokenizer
-            self.extra = {"positions": recipe.data.sequence_length}
+            self.hf_metadata = {"positions": recipe.data.sequence_length}
         saved_tensors = saved.tensors()
         self._sizes = {
             name.removeprefix(PREFIX): size for name, (size, _) in saved_tensors.items() if name.startswith(PREFIX)

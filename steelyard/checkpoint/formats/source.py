@@ -63,7 +63,7 @@ class CheckpointSource(ABC):
     step: int | None = None
     layout: dict[str, Any]
     """How it is sharded: files, tensor, pipeline and so on."""
-    extra: dict[str, Any]
+    hf_metadata: dict[str, Any]
     """Other metadata for a writer, such as positions and special tokens."""
     tokenizer: str | None = None
     """The argument of `text.tokenizer.load_tokenizer`, if the source has a tokenizer."""

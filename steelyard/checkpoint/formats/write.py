@@ -20,8 +20,7 @@ from torch import Tensor
 from steelyard.checkpoint import folder as folders
 from steelyard.checkpoint.finite import refuse_nonfinite
 from steelyard.checkpoint.formats import hf_config as configs
-from steelyard.checkpoint.formats import hf_metadata as extras
-from steelyard.checkpoint.formats import safetensors, write_compressed, write_gguf, write_megatron
+from steelyard.checkpoint.formats import hf_metadata, safetensors, write_compressed, write_gguf, write_megatron
 from steelyard.checkpoint.formats.key_mapping import Entry, hugging_face, joined, theirs_size
 from steelyard.checkpoint.formats.megatron_args import refuse_to_write
 from steelyard.checkpoint.formats.megatron_layout import MegatronLayout
@@ -74,23 +73,23 @@ def convert(
     supply = Supply(source, dtype)
     needed = write_megatron.bytes_of(supply, target.layout) if target.to == "megatron" else supply.bytes
     tokenizer = _tokenizer(source, target.tokenizer)
-    extra = _extra(source, tokenizer, target.tokenizer is not None)
+    metadata = _metadata(source, tokenizer, target.tokenizer is not None)
     if target.to in ("hf", "compressed"):  # What transformers cannot express is an error now, not after all weights.
-        configs.config_to_hf(source.config, dtype, extra)
+        configs.config_to_hf(source.config, dtype, metadata)
     with _disk_space(destination, needed), files.atomic_folder(destination) as folder:
         with console.progress(f"write {target.to}", supply.bytes, "bytes") as supply.progress:
             if target.to == "hf":
                 _write_hf(supply, folder, target.shard_bytes)
-                _write_configs(source, folder, dtype, extra)
+                _write_configs(source, folder, dtype, metadata)
             elif target.to == "compressed":
                 write_compressed.write(supply, folder, target.shard_bytes)
-                _write_configs(source, folder, dtype, extra, write_compressed.config_keys(source))
+                _write_configs(source, folder, dtype, metadata, write_compressed.config_keys(source))
             elif target.to == "steelyard":
-                _write_steelyard(supply, folder, extra)
+                _write_steelyard(supply, folder, metadata)
             else:
                 write = write_megatron.torch_files if target.to == "megatron" else write_megatron.torch_dist
                 write(supply, folder, target.layout)
-                extras.write(extra, folder)
+                hf_metadata.write(metadata, folder)
             beside = folder if target.to in ("hf", "compressed") else folder / TOKENIZER
             _add_tokenizer(source, beside, None if target.tokenizer is None and source.tokenizer_files else tokenizer)
         if complete is not None:
@@ -98,7 +97,7 @@ def convert(
         sha256sums.write(folder)
         if destination.is_dir():
             destination.rmdir()
-    if target.to == "hf" and not extras.end_ids(extra):
+    if target.to == "hf" and not hf_metadata.end_ids(metadata):
         console.warn(
             f"neither {source.path} nor a tokenizer has an EOS token, so generation in transformers will not stop; "
             "pass a tokenizer with --tokenizer"
@@ -111,10 +110,10 @@ def _write_gguf(source: CheckpointSource, destination: Path, target: Target) -> 
     kind = target.quantization or write_gguf.NAMES[target.dtype or torch.float16]
     supply = Supply(source, torch.float32)
     tokenizer = _tokenizer(source, target.tokenizer)
-    extra = _extra(source, tokenizer, target.tokenizer is not None)
+    metadata = _metadata(source, tokenizer, target.tokenizer is not None)
     with _disk_space(destination, write_gguf.bytes_of(supply, kind)):
         with console.progress("write gguf", supply.bytes, "bytes") as supply.progress:
-            size = write_gguf.write(supply, destination, kind, tokenizer, extra)
+            size = write_gguf.write(supply, destination, kind, tokenizer, metadata)
     return {"path": str(destination), "format": "gguf", "dtype": kind, "bytes": size}
 
 
@@ -138,21 +137,21 @@ def _tokenizer(source: CheckpointSource, named: str | None) -> Tokenizer | None:
     return tokenizer
 
 
-def _extra(source: CheckpointSource, tokenizer: Tokenizer | None, is_named: bool) -> dict[str, Any]:
+def _metadata(source: CheckpointSource, tokenizer: Tokenizer | None, is_named: bool) -> dict[str, Any]:
     """The metadata of the source, with the ids of the tokenizer.
 
     Ids of the source take precedence over those of its own tokenizer, because a model may use other EOS ids. A
     tokenizer from the command line takes precedence over the source. A disagreement is printed in both cases.
     """
-    extra = source.extra
+    metadata = source.hf_metadata
     if tokenizer is None:
-        return extra
-    if extras.end_ids(extra) and (remark := extras.disagreement(extra, tokenizer)):
+        return metadata
+    if hf_metadata.end_ids(metadata) and (remark := hf_metadata.disagreement(metadata, tokenizer)):
         if is_named:
-            extra = extras.of_another_vocabulary(extra)
+            metadata = hf_metadata.of_another_vocabulary(metadata)
             remark += "; the ids of the tokenizer from the command line are written"
         console.warn(remark)
-    return extras.with_tokenizer(extra, tokenizer)
+    return hf_metadata.with_tokenizer(metadata, tokenizer)
 
 
 def refuse_destination(destination: Path, is_file: bool = False) -> None:
@@ -275,18 +274,18 @@ def _write_configs(
     source: CheckpointSource,
     folder: Path,
     dtype: torch.dtype,
-    extra: dict[str, Any],
+    metadata: dict[str, Any],
     more: dict[str, Any] | None = None,
 ) -> None:
-    files.write_json(folder / "config.json", configs.config_to_hf(source.config, dtype, extra) | (more or {}))
-    special = {key: extra[key] for key in extras.SPECIAL if extra.get(key) is not None}
-    generation = dict(extra.get("generation_config") or {"_from_model_config": True, **special})
+    files.write_json(folder / "config.json", configs.config_to_hf(source.config, dtype, metadata) | (more or {}))
+    special = {key: metadata[key] for key in hf_metadata.SPECIAL if metadata.get(key) is not None}
+    generation = dict(metadata.get("generation_config") or {"_from_model_config": True, **special})
     if generation.get("eos_token_id") is None and "eos_token_id" in special:  # transformers reads it only here.
         generation["eos_token_id"] = special["eos_token_id"]
     files.write_json(folder / "generation_config.json", generation)
 
 
-def _write_steelyard(supply: Supply, folder: Path, extra: dict[str, Any]) -> None:
+def _write_steelyard(supply: Supply, folder: Path, metadata: dict[str, Any]) -> None:
     source, sizes = supply.source, expected_sizes(supply.config)
 
     def lazy(name: str) -> LazyTensor:
@@ -299,7 +298,7 @@ def _write_steelyard(supply: Supply, folder: Path, extra: dict[str, Any]) -> Non
     state = {
         "step": source.step or 0,
         "model": supply.config.model_dump(exclude_none=True),
-        "extra": extra,
+        "extra": metadata,
     }
     folders.fill(folder, {f"{PREFIX}{name}": lazy(name) for name in source.names()}, state)
 

@@ -52,7 +52,7 @@ def bytes_of(supply: Supply, kind: str) -> int:
     return sum(math.prod(size) for size in supply.sizes.values()) * TYPES[kind].block_bytes // TYPES[kind].block
 
 
-def write(supply: Supply, path: Path, kind: str, tokenizer: Tokenizer | None, extra: dict[str, Any]) -> int:
+def write(supply: Supply, path: Path, kind: str, tokenizer: Tokenizer | None, metadata: dict[str, Any]) -> int:
     """Write the file under a temporary name, rename it, and return its size."""
     import gguf
 
@@ -62,7 +62,7 @@ def write(supply: Supply, path: Path, kind: str, tokenizer: Tokenizer | None, ex
     temporary = files.temporary_beside(path)
     writer = gguf.GGUFWriter(temporary, architecture)
     try:
-        _add_settings(writer, supply, kind, tokenizer, extra)
+        _add_settings(writer, supply, kind, tokenizer, metadata)
         kinds = [_kind_of(supply.size(entry), kind) for entry in entries]
         divisors = _rope_divisors(config)
         if divisors is not None:
@@ -129,10 +129,10 @@ def _rope_divisors(config: ModelConfig) -> np.ndarray[Any, Any] | None:
 
 
 def _add_settings(
-    writer: gguf.GGUFWriter, supply: Supply, kind: str, tokenizer: Tokenizer | None, extra: dict[str, Any]
+    writer: gguf.GGUFWriter, supply: Supply, kind: str, tokenizer: Tokenizer | None, metadata: dict[str, Any]
 ) -> None:
     config = supply.config
-    settings = gguf_architectures.settings_of(config, extra)
+    settings = gguf_architectures.settings_of(config, metadata)
     writer.add_file_type(FILE_TYPES[kind])
     writer.add_quantization_version(2)
     for key, value in settings.items():
@@ -146,7 +146,7 @@ def _add_settings(
     if tokenizer is None:
         writer.add_tokenizer_model("none")
         return
-    vocabulary = gguf_vocabulary.settings_of(tokenizer, config.vocab, extra)
+    vocabulary = gguf_vocabulary.settings_of(tokenizer, config.vocab, metadata)
     for key, value in vocabulary.items():
         _add(writer, f"tokenizer.{key}", value)
 

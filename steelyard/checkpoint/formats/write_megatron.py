@@ -48,7 +48,7 @@ def bytes_of(supply: Supply, layout: MegatronLayout) -> int:
     layout.check(supply.config)
     stages = layout.stages(supply.config)
     copies = {
-        entry: len(_names(entry, stages, supply.config.tied)) * (layout.tensor if entry.cut is None else 1)
+        entry: len(_names(entry, stages, supply.config.tied)) * (layout.tensor if entry.shard_dim is None else 1)
         for entry in megatron(supply.config)
     }
     elements = (math.prod(_padded_size(entry, supply, layout.tensor)) * times for entry, times in copies.items())
@@ -91,9 +91,9 @@ def _shards(entry: Entry, supply: Supply, ranks: int) -> list[list[Tensor]]:
     parts = supply.parts(entry)
     if entry.expert is not None:
         parts, entry = [part[entry.expert] for part in parts], replace(entry, expert=None)
-    if entry.cut is None:
+    if entry.shard_dim is None:
         return [[joined(entry, parts, supply.config)]] * ranks
-    if entry.cut == 1:
+    if entry.shard_dim == 1:
         return [[piece] for piece in joined(entry, parts, supply.config).chunk(ranks, dim=1)]
     if entry.ours[0] in ("embed.weight", "head.weight"):
         rows = padded_rows(supply.config.vocab, ranks) // ranks
@@ -119,14 +119,14 @@ class _RankFile:
     def __init__(self, path: Path, supply: Supply, layout: MegatronLayout, entries: list[tuple[Entry, str]]) -> None:
         self.path, self.offsets = path, {}
         path.parent.mkdir(parents=True)
-        args = args_of(supply.config, supply.dtype, supply.source.extra, layout)
+        args = args_of(supply.config, supply.dtype, supply.source.hf_metadata, layout)
         head = {"args": args, "checkpoint_version": 3.0, "iteration": ITERATION}
         with FakeTensorMode():
             weights = {}
             for entry, name in entries:
                 size = list(_padded_size(entry, supply, layout.tensor))
-                if entry.cut is not None:
-                    size[entry.cut] //= layout.tensor
+                if entry.shard_dim is not None:
+                    size[entry.shard_dim] //= layout.tensor
                 weights[_name_in(layout, entry, supply.config, name)] = torch.empty(size, dtype=supply.dtype)
             with torch.serialization.skip_data(materialize_fake_tensors=True):
                 torch.save({**head, "model": weights}, path)
@@ -167,7 +167,7 @@ def torch_dist(supply: Supply, folder: Path, layout: MegatronLayout) -> None:
         for name in _names_in_dist(entry, supply.config):
             stacks.setdefault(name, []).append(entry)
     tensors = {name: _lazy(entries, supply) for name, entries in stacks.items()}
-    args = args_of(supply.config, supply.dtype, supply.source.extra, replace(layout, engine=True))
+    args = args_of(supply.config, supply.dtype, supply.source.hf_metadata, replace(layout, engine=True))
     folders.fill(iteration, {**tensors, **_empty_states(supply.config)}, None)
     torch.save({"args": args, "checkpoint_version": 3.0, "iteration": ITERATION}, iteration / "common.pt")
     backends = {"sharded_backend": "torch_dist", "common_backend": "torch"}

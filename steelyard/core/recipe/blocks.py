@@ -27,7 +27,7 @@ class BlockParam:
     """The shape of a parameter, and the dimension that tensor parallelism shards; None if every rank holds it."""
 
     shape: tuple[int, ...]
-    cut: int | None = None
+    shard_dim: int | None = None
     is_partial: bool = False
     """Whether a rank computes only a part of the gradient of a parameter that it holds in full."""
     is_expert: bool = False
@@ -59,10 +59,10 @@ class NormBlock:
     kind: Literal["rms", "layer"] = "rms"
     is_offset: bool = False
 
-    def params(self, cut: int | None = None, is_partial: bool = False) -> dict[str, BlockParam]:
+    def params(self, shard_dim: int | None = None, is_partial: bool = False) -> dict[str, BlockParam]:
         """The parameters by name."""
         names = ("weight", "bias") if self.kind == "layer" else ("offset",) if self.is_offset else ("weight",)
-        return {name: BlockParam((self.width,), cut, is_partial) for name in names}
+        return {name: BlockParam((self.width,), shard_dim, is_partial) for name in names}
 
 
 @dataclass(frozen=True)
@@ -126,8 +126,8 @@ class AttentionBlock:
                 found[f"{name}.bias"] = BlockParam((rows,), None if is_output else 0)
         for name, norm in self.norms().items():
             # All ranks hold the norm of a head, but each computes its gradient for its own heads.
-            cut, is_partial = (None, True) if self.norms_heads else (0, False)
-            found |= {f"{name}.{key}": param for key, param in norm.params(cut, is_partial).items()}
+            shard_dim, is_partial = (None, True) if self.norms_heads else (0, False)
+            found |= {f"{name}.{key}": param for key, param in norm.params(shard_dim, is_partial).items()}
         return found
 
     def score_flops(self, sequence_length: int) -> int:
@@ -222,9 +222,9 @@ class ExpertsBlock:
         if self.routing.bias_rate is not None:
             found["router.balance"] = BlockParam((experts,))
         for name, param in self.expert.params().items():
-            assert param.cut is not None
-            shape, cut = (experts, *param.shape), param.cut + 1
-            found[f"experts.{name}"] = replace(param, shape=shape, cut=cut, is_expert=True)
+            assert param.shard_dim is not None
+            shape, shard_dim = (experts, *param.shape), param.shard_dim + 1
+            found[f"experts.{name}"] = replace(param, shape=shape, shard_dim=shard_dim, is_expert=True)
         if self.shared is not None:
             found |= {f"shared.{name}": param for name, param in self.shared.params().items()}
         return found

@@ -130,7 +130,7 @@ def layer_types(layers: int, every: int) -> list[str]:
     return [SLIDING if (number + 1) % every else FULL for number in range(layers)]
 
 
-def rotary_config(config: RotaryConfig, extra: dict[str, Any]) -> dict[str, Any]:
+def rotary_config(config: RotaryConfig, metadata: dict[str, Any]) -> dict[str, Any]:
     """The config.json of the keys of `RotaryConfig`."""
     if config.rope_share != 1:
         raise UserError(
@@ -140,16 +140,17 @@ def rotary_config(config: RotaryConfig, extra: dict[str, Any]) -> dict[str, Any]
     return {
         "hidden_size": config.hidden, "num_hidden_layers": config.layers, "num_attention_heads": config.heads,
         "num_key_value_heads": config.kv_heads, "head_dim": config.head_dim, "intermediate_size": config.ffn,
-        "hidden_act": "silu", "max_position_embeddings": positions_of(config, extra), "rms_norm_eps": config.norm_eps,
-        "rope_theta": config.rope_theta, "rope_scaling": scaling_to_hf(config.rope_scaling),
-        "attention_dropout": (extra.get("dropout") or {}).get("attention_dropout", config.attention_dropout),
+        "hidden_act": "silu", "max_position_embeddings": positions_of(config, metadata),
+        "rms_norm_eps": config.norm_eps, "rope_theta": config.rope_theta,
+        "rope_scaling": scaling_to_hf(config.rope_scaling),
+        "attention_dropout": (metadata.get("dropout") or {}).get("attention_dropout", config.attention_dropout),
     }  # fmt: skip
 
 
-def positions_of(config: RotaryConfig, extra: dict[str, Any]) -> int:
+def positions_of(config: RotaryConfig, metadata: dict[str, Any]) -> int:
     """The maximum sequence length of the model."""
-    if extra.get("positions"):
-        return int(extra["positions"])
+    if metadata.get("positions"):
+        return int(metadata["positions"])
     scaling = config.rope_scaling
     return int(scaling.factor * scaling.original_positions) if scaling else 2048
 

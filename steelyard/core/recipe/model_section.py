@@ -74,8 +74,8 @@ class ModelConfig(Section):
         """The config of a config.json; `hf` checks afterwards that no setting was ignored."""
         raise NotImplementedError
 
-    def to_hf(self, extra: dict[str, Any]) -> dict[str, Any]:
-        """The config.json, except for keys of every family. `extra` has what the config does not: `hf_config.py`."""
+    def to_hf(self, metadata: dict[str, Any]) -> dict[str, Any]:
+        """The config.json, except for keys of every family. `metadata` has what the config does not: `hf_config.py`."""
         raise NotImplementedError
 
     @classmethod

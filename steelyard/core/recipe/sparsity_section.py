@@ -89,13 +89,13 @@ class SparsitySection(Section):
 
     @model_validator(mode="after")
     def _of_one_method(self) -> SparsitySection:
-        foreign: dict[str, tuple[str, ...]] = {
+        unused_keys: dict[str, tuple[str, ...]] = {
             "learned": ("mask", "decay", *OF_JOINT),
             "sr-ste": (*OF_LEARNED, *DISTILL, *OF_JOINT, "base", "mask"),
             "joint": (*OF_LEARNED, "decay"),
             "fixed": (*OF_LEARNED, *DISTILL, *OF_JOINT, "decay", "pattern"),
         }
-        for key in foreign[self.method]:
+        for key in unused_keys[self.method]:
             default = type(self).model_fields[key].get_default(call_default_factory=True, validated_data=self.__dict__)
             if key in self.model_fields_set and getattr(self, key) != default:
                 raise contradiction(f"sparsity.{key}", f'is not used with method = "{self.method}"', "remove it")

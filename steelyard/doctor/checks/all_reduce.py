@@ -33,7 +33,7 @@ def check(machine: Machine, seen: PythonInfo) -> Iterator[Finding]:
     except UserError as incomplete_launcher_env:
         yield Finding(TOPIC, TOPIC, "fail", incomplete_launcher_env.message, incomplete_launcher_env.hint or "")
         return
-    answer, device = exchange(machine, seen, world)
+    answer, device = run_all_reduce(machine, seen, world)
     measured = _measured(answer)
     if measured is None:
         lines = (answer.err if answer else "").strip().splitlines()
@@ -45,7 +45,7 @@ def check(machine: Machine, seen: PythonInfo) -> Iterator[Finding]:
     yield judge(measured, seen.gpus)
 
 
-def exchange(machine: Machine, seen: PythonInfo, world: World) -> tuple[Answer | None, str]:
+def run_all_reduce(machine: Machine, seen: PythonInfo, world: World) -> tuple[Answer | None, str]:
     """Run the all-reduce: as one rank of the launcher, with one rank per GPU, or with two ranks on CPUs."""
     many = len(seen.gpus) > 1 or (world.size > 1 and bool(seen.gpus))
     device = "cuda" if many and seen.answers.get("available") else "cpu"

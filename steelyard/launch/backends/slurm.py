@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from steelyard.planning.cluster import Cluster
 
 # A submission from inside a job must not pass that job's options on to the new one.
-KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_TIME_FORMAT")
+KEPT_VARIABLES = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_TIME_FORMAT")
 SECONDS_TO_FIND = 5.0
 
 
@@ -186,7 +186,9 @@ class Slurm(Backend):
 
 def environment() -> dict[str, str]:
     """The environment without SLURM_ variables of an outer job or step, which sbatch and srun would use as options."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("SLURM_") or name in KEPT}
+    return {
+        name: value for name, value in os.environ.items() if not name.startswith("SLURM_") or name in KEPT_VARIABLES
+    }
 
 
 def sbatch(command: Sequence[str]) -> str:

@@ -17,7 +17,7 @@ from steelyard.core.errors import RuntimeFailure
 from steelyard.observe.profile.events import Events, Stretch
 from steelyard.observe.profile.nsight_tools import find
 from steelyard.observe.profile.trace import OWN_RANGES
-from steelyard.observe.profile.trace_analysis import MOST_KERNELS, Look, Named, most_of
+from steelyard.observe.profile.trace_analysis import MOST_KERNELS, Named, RankProfile, most_of
 
 DURATION = "gpu__time_duration.sum"
 SPEEDS = {  # in percent of the GPU's peak
@@ -95,12 +95,12 @@ def _events(database: sqlite3.Connection) -> Events:
     return events
 
 
-def read_ncu(path: Path, rank: int) -> Look:
+def read_ncu(path: Path, rank: int) -> RankProfile:
     """The kernels of an ncu report. ncu runs each kernel alone and several times, so idle and overlap are unknown."""
     return kernels_of(_output([find("ncu"), "--import", str(path), "--csv", "--page", "raw"]), rank)
 
 
-def kernels_of(text: str, rank: int) -> Look:
+def kernels_of(text: str, rank: int) -> RankProfile:
     """The kernels in the output of `ncu --csv --page raw`: a line of names, a line of units, a line per kernel."""
     lines = text[text.find('"ID"') :] if '"ID"' in text else ""
     rows = list(csv.DictReader(io.StringIO(lines)))
@@ -113,8 +113,10 @@ def kernels_of(text: str, rank: int) -> Look:
             by_name.setdefault(str(row.get("Kernel Name", "")), []).append(known)
     kernels = most_of([_kernel(name, each, unit) for name, each in by_name.items()], MOST_KERNELS)
     none: dict[str, Any] = {"busy": 0.0, "communication": 0.0, "overlapped": 0.0, "copies": 0.0, "waiting": 0.0}
-    return Look(rank=rank, tool="ncu", device="gpu", steps=0, seconds=0.0, kernels=kernels, waits=[], idle_by_part={},
-                longest_gaps=[], **none)  # fmt: skip
+    return RankProfile(
+        rank=rank, tool="ncu", device="gpu", steps=0, seconds=0.0, kernels=kernels, waits=[], idle_by_part={},
+        longest_gaps=[], **none,
+    )  # fmt: skip
 
 
 def _kernel(name: str, times: list[dict[str, float]], unit: float) -> Named:

@@ -18,7 +18,7 @@ from steelyard.launch import job_spec, spawn, submit
 from steelyard.launch.submit import SubmitRequest
 from steelyard.observe.profile import nsight_tools
 from steelyard.observe.profile.summary import reported
-from steelyard.observe.profile.trace_analysis import Look
+from steelyard.observe.profile.trace_analysis import RankProfile
 from steelyard.observe.profile.trace_cache import read
 
 
@@ -27,7 +27,7 @@ class ProfiledRun:
     """A profiled run with the analysis of its traces."""
 
     run: Run
-    looks: list[Look]
+    profiles: list[RankProfile]
     problems: list[str]
 
     def as_result(self) -> dict[str, Any]:
@@ -36,13 +36,13 @@ class ProfiledRun:
             "run": str(self.run.path),
             "traces": [str(path) for path in sorted((self.run.path / nsight_tools.PROFILE).glob("*-rank-*"))],
             "problems": self.problems,
-            "ranks": [one.as_result() for one in self.looks],
-            "words": reported(self.looks),
+            "ranks": [one.as_result() for one in self.profiles],
+            "words": reported(self.profiles),
         }
 
     def as_text(self) -> str:
         """The summary as text."""
-        lines = [*reported(self.looks), *(f"not read: {problem}" for problem in self.problems)]
+        lines = [*reported(self.profiles), *(f"not read: {problem}" for problem in self.problems)]
         return "\n".join([*lines, "", f"traces  {self.run.path / nsight_tools.PROFILE}"])
 
 
@@ -118,10 +118,10 @@ def _refuse_failed(code: int, run: Run) -> None:
 
 def seen(run: Run) -> ProfiledRun:
     """Read the traces of a run."""
-    looks, problems = read(run)
-    if not looks and not problems:
+    profiles, problems = read(run)
+    if not profiles and not problems:
         raise UserError(
             f"{run.path} has no profile",
             hint="create one with steelyard profile RECIPE; on a cluster, wait until its job has ended",
         )
-    return ProfiledRun(run, looks, problems)
+    return ProfiledRun(run, profiles, problems)

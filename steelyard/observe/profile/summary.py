@@ -6,14 +6,14 @@ import re
 from collections.abc import Sequence
 
 from steelyard.core import units
-from steelyard.observe.profile.trace_analysis import OUTSIDE, Look, Named
+from steelyard.observe.profile.trace_analysis import OUTSIDE, Named, RankProfile
 
 MUCH_IDLE, SOME_IDLE, MUCH_WAITING, MUCH_TALK, LITTLE_OVERLAP, MUCH_DATA = 0.15, 0.05, 0.10, 0.10, 0.5, 0.05
 MUCH_BUSY = 60.0  # percent of the GPU's peak from which on a kernel counts as bound by it
 MOST_LETTERS = 70  # of a kernel's name
 
 
-def reported(seen: Sequence[Look]) -> list[str]:
+def reported(seen: Sequence[RankProfile]) -> list[str]:
     """Lines about all profiled ranks."""
     lines = [line for one in seen for line in _rank(one)]
     if len(seen) > 1:
@@ -21,7 +21,7 @@ def reported(seen: Sequence[Look]) -> list[str]:
     return lines
 
 
-def _rank(one: Look) -> list[str]:
+def _rank(one: RankProfile) -> list[str]:
     what = "The GPU" if one.device == "gpu" else "The CPU"
     if one.tool == "ncu":
         count, total = sum(kernel.count for kernel in one.kernels), sum(kernel.amount for kernel in one.kernels)
@@ -51,14 +51,14 @@ def _rank(one: Look) -> list[str]:
     return lines + [f"  {advice}" for advice in _advice(one)]
 
 
-def _where_idle(one: Look) -> str:
+def _where_idle(one: RankProfile) -> str:
     if list(one.idle_by_part) == [OUTSIDE]:
         return ""
     parts = [f"{name} {_ms(seconds)}" for name, seconds in list(one.idle_by_part.items())[:3] if seconds > 0]
     return f", mostly during {', '.join(parts)}" if parts else ""
 
 
-def _top(one: Look) -> str:
+def _top(one: RankProfile) -> str:
     total = sum(kernel.amount for kernel in one.kernels)
     noun = "kernels" if one.device == "gpu" else "operators"
     first = ", ".join(f"{short(kernel.name)} {_share(kernel.amount, total)}" for kernel in one.kernels[:4])
@@ -82,12 +82,12 @@ def short(name: str) -> str:
     return re.sub(r"\([^()]*\)$", "", name)[:MOST_LETTERS]
 
 
-def _takers(one: Look) -> str:
+def _takers(one: RankProfile) -> str:
     first = [f"{each.name} {units.size(each.amount)}" for each in (one.allocators or [])[:3]]
     return f"; largest total allocations: {', '.join(first)}" if first else ""
 
 
-def _advice(one: Look) -> list[str]:
+def _advice(one: RankProfile) -> list[str]:
     """Hints for common causes of slow steps."""
     hints = []
     idle, waiting = one.idle / max(one.seconds, 1e-12), one.waiting / max(one.seconds, 1e-12)
@@ -111,7 +111,7 @@ def _advice(one: Look) -> list[str]:
     return hints
 
 
-def _between(seen: Sequence[Look]) -> list[str]:
+def _between(seen: Sequence[RankProfile]) -> list[str]:
     """Comparison of the ranks."""
     measured = [one for one in seen if one.seconds and one.tool == seen[0].tool]
     if len(measured) < 2:

@@ -44,7 +44,7 @@ class Named:
 
 
 @dataclass(frozen=True)
-class Look:
+class RankProfile:
     """The analysis of one rank. Times are in seconds, over all profiled steps."""
 
     rank: int
@@ -79,7 +79,7 @@ class Look:
         return asdict(self)
 
 
-def look(events: Events, rank: int, tool: str) -> Look | None:
+def analyze(events: Events, rank: int, tool: str) -> RankProfile | None:
     """Analyze a rank's events; None if there are no events."""
     is_gpu = bool(events.kernels)
     work = [*events.kernels, *events.copies] if is_gpu else [*events.ops, *events.exchanges, *events.calls]
@@ -100,7 +100,7 @@ def look(events: Events, rank: int, tool: str) -> Look | None:
     busy = union(inside) if is_gpu else computing
     parts = [one for one in events.ranges if not one.name.startswith("step ")]
     open_ = gaps(busy, begin, end)
-    return Look(
+    return RankProfile(
         rank=rank,
         tool=tool,
         device="gpu" if is_gpu else "cpu",

@@ -11,14 +11,14 @@ from steelyard.core.errors import SteelyardError
 from steelyard.core.run import Run
 from steelyard.observe.profile import nsight, trace
 from steelyard.observe.profile.nsight_tools import PROFILE, SUFFIXES
-from steelyard.observe.profile.trace_analysis import Look, Named, look
+from steelyard.observe.profile.trace_analysis import Named, RankProfile, analyze
 from steelyard.observe.run_files import read_object
 
 SUMMARY = "summary.json"
 VERSION = 3  # of the cache; other versions are ignored
 
 
-def read(run: Run) -> tuple[list[Look], list[str]]:
+def read(run: Run) -> tuple[list[RankProfile], list[str]]:
     """The analysis of every profiled rank, and why traces could not be read."""
     folder = run.path / PROFILE
     traces = traces_in(folder)
@@ -31,11 +31,12 @@ def read(run: Run) -> tuple[list[Look], list[str]]:
             return [_restored(values) for values in cached["ranks"]], list(cached["problems"])
         except (KeyError, TypeError):
             pass
-    looks, problems = read_all(traces)
-    summary = {"version": VERSION, "traces": stamps, "problems": problems, "ranks": [one.as_result() for one in looks]}
+    profiles, problems = read_all(traces)
+    ranks = [one.as_result() for one in profiles]
+    summary = {"version": VERSION, "traces": stamps, "problems": problems, "ranks": ranks}
     with suppress(OSError):  # A read-only folder has no cache.
         files.write_json(folder / SUMMARY, summary)
-    return looks, problems
+    return profiles, problems
 
 
 def traces_in(folder: Path) -> dict[str, Path]:
@@ -49,9 +50,9 @@ def traces_in(folder: Path) -> dict[str, Path]:
     return traces
 
 
-def read_all(traces: dict[str, Path]) -> tuple[list[Look], list[str]]:
+def read_all(traces: dict[str, Path]) -> tuple[list[RankProfile], list[str]]:
     """The analysis of every trace, and why some could not be read."""
-    looks, problems = [], []
+    profiles, problems = [], []
     for name, path in traces.items():
         try:
             tool, _, rank = name.split(".")[0].split("-")
@@ -62,20 +63,20 @@ def read_all(traces: dict[str, Path]) -> tuple[list[Look], list[str]]:
         if one is None:
             problems.append(f"{name}: no events recorded")
         else:
-            looks.append(one)
-    return looks, problems
+            profiles.append(one)
+    return profiles, problems
 
 
-def _read(path: Path, tool: str, rank: int) -> Look | None:
+def _read(path: Path, tool: str, rank: int) -> RankProfile | None:
     if tool == "ncu":
         return nsight.read_ncu(path, rank)
     events = nsight.read_nsys(path) if tool == "nsys" else trace.read(path)
-    return look(events, rank, tool)
+    return analyze(events, rank, tool)
 
 
-def _restored(values: dict[str, Any]) -> Look:
+def _restored(values: dict[str, Any]) -> RankProfile:
     lists: dict[str, Any] = {key: [Named(**each) for each in values[key]] for key in ("kernels", "waits")}
     taken = values.get("allocators")
     lists["allocators"] = None if taken is None else [Named(**each) for each in taken]
     lists["longest_gaps"] = [tuple(each) for each in values["longest_gaps"]]
-    return Look(**values | lists)
+    return RankProfile(**values | lists)

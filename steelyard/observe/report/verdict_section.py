@@ -7,7 +7,7 @@ import html
 from steelyard.core import secrets
 from steelyard.core.run import Run
 from steelyard.observe.run_state import RunState
-from steelyard.observe.run_view import told_of
+from steelyard.observe.run_view import verdict_view
 from steelyard.observe.verdict import judge
 
 SECONDS_SEARCHED = 5.0  # search time for the first error in error logs, which may be very long
@@ -22,7 +22,7 @@ def boxes(state: RunState, name: str) -> str:
     """A box for each verdict, with what to do about it."""
     drawn = []
     for found in judge(state):
-        reported = told_of(found, state)
+        reported = verdict_view(found, state)
         advice = (
             "" if found.level == "ok" else f"\nTo do: {reported['what_to_do']}"
         )  # The advice of a good end is to read the report.

@@ -103,7 +103,7 @@ def run_ended(state: RunState) -> Verdict | None:
 
 
 def not_started(state: RunState) -> Verdict | None:
-    """The run is queued or requeued, or its ranks have not met yet."""
+    """The run is queued or requeued, or its ranks have not connected yet."""
     if state.is_waiting:
         return _queued(state)
     if state.job_states and state.job_states <= ENDED:
@@ -114,9 +114,9 @@ def not_started(state: RunState) -> Verdict | None:
     has_recorded = bool(state.metrics) and (state.progressed or 0.0) >= (state.began or 0.0)
     if state.is_live and not has_recorded and "command" not in state.manifest:  # Other commands take no steps.
         since = f" for {units.duration(state.now - state.began)}" if state.began else ""
-        done = "no step is done yet" if state.has_met else "no rank has reported yet"
+        done = "no step is done yet" if state.is_initialized else "no rank has reported yet"
         again = " again" if state.metrics else ""
-        what = "wait: ranks meet, data is prepared and kernels are compiled"
+        what = "wait: ranks connect, data is prepared and kernels are compiled"
         return Verdict("starting", "waiting", f"has been starting{again}{since}; {done}", what)
     return None
 

@@ -164,7 +164,7 @@ def disk_nearly_full(state: RunState) -> Verdict | None:
 
 
 def clocks_differ(state: RunState) -> Verdict | None:
-    """The hosts' clocks differed at the moment when their ranks met."""
+    """The hosts' clocks differed at the moment when their ranks connected."""
     clocks = sorted((host["clock"], name) for name, host in state.hosts.items() if is_number(host.get("clock")))
     if state.is_waiting or len(clocks) < 2 or clocks[-1][0] - clocks[0][0] <= CLOCKS_APART:
         return None

@@ -54,7 +54,7 @@ def lost_nodes(state: RunState) -> dict[str, float]:
 
     A host that trained after its last heartbeat is not lost: every step needs all ranks.
     """
-    hosts, begun = (state.hosts if state.has_met else {}), state.began or 0.0
+    hosts, begun = (state.hosts if state.is_initialized else {}), state.began or 0.0
     beats = {host: at for host, at in state.beats.items() if host in hosts or at >= begun}
     limit = LOST_AFTER_ERROR if _has_lost_peer(state) else LOST_AFTER
     if not beats:

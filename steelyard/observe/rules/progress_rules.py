@@ -72,7 +72,7 @@ def _known_end(state: RunState, host: str) -> list[tuple[int, str]]:
         return []
     log = state.err[host]
     found = next((line for line in log.last(KEPT_LINES) if advice(line)), None)
-    return [] if found is None or log.complaints is None else [(log.complaints.looked, found)]
+    return [] if found is None or log.error_scan is None else [(log.error_scan.scanned_to, found)]
 
 
 def _is_consequence(text: str) -> bool:
@@ -117,7 +117,7 @@ def _hanging(state: RunState, since: float) -> str:
 
 
 def _has_recorded_end(state: RunState) -> bool:
-    """Whether the manifest has the end of this attempt. Until the ranks meet, it has that of the previous attempt."""
+    """Whether the manifest has the end of this attempt. Until the ranks connect, that of the previous one."""
     if state.manifest.get("state") not in ("finished", "failed", "interrupted", "stopped"):
         return False
     ended = seconds_of(state.manifest.get("ended"))

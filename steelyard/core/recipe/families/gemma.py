@@ -77,8 +77,8 @@ class GemmaConfig(RotaryConfig):
             "full_every": full_every_of(hf, every),
         }  # fmt: skip
 
-    def _to_hf(self, extra: dict[str, Any]) -> dict[str, Any]:
-        hf = rotary_config(self, extra)
+    def _to_hf(self, metadata: dict[str, Any]) -> dict[str, Any]:
+        hf = rotary_config(self, metadata)
         del hf["hidden_act"]
         return hf | {
             "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": self.query_scale,
@@ -126,9 +126,9 @@ class Gemma2Config(GemmaConfig):
         caps = {"attn_logit_softcapping": self.attention_softcap, "final_logit_softcapping": self.logit_softcap}
         return name, settings | caps
 
-    def to_hf(self, extra: dict[str, Any]) -> dict[str, Any]:
+    def to_hf(self, metadata: dict[str, Any]) -> dict[str, Any]:
         return {
-            "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", **self._to_hf(extra),
+            "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", **self._to_hf(metadata),
             "attn_logit_softcapping": self.attention_softcap or None,
             "final_logit_softcapping": self.logit_softcap or None,
         }  # fmt: skip
@@ -184,7 +184,7 @@ class Gemma3Config(GemmaConfig):
         name, settings = super().to_gguf()
         return name, settings | {"rope.freq_base_swa": float(self.local_rope_theta)}
 
-    def to_hf(self, extra: dict[str, Any]) -> dict[str, Any]:
+    def to_hf(self, metadata: dict[str, Any]) -> dict[str, Any]:
         # In the spelling of transformers 4, which 5 reads too.
-        hf = self._to_hf(extra) | {"rope_local_base_freq": self.local_rope_theta}
+        hf = self._to_hf(metadata) | {"rope_local_base_freq": self.local_rope_theta}
         return {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", **hf}

@@ -75,8 +75,8 @@ class GptConfig(ModelConfig):
             init_std=float(hf.get("initializer_range", 0.02)),
         )
 
-    def to_hf(self, extra: dict[str, Any]) -> dict[str, Any]:
-        dropout = {key: value for key, value in (extra.get("dropout") or {}).items() if key != "attention_dropout"}
+    def to_hf(self, metadata: dict[str, Any]) -> dict[str, Any]:
+        dropout = {key: value for key, value in (metadata.get("dropout") or {}).items() if key != "attention_dropout"}
         return {
             "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": self.hidden, "n_layer": self.layers,
             "n_head": self.heads, "n_inner": self.ffn, "n_positions": self.positions, "n_ctx": self.positions,

@@ -51,14 +51,14 @@ class LlamaConfig(RotaryConfig):
     def to_gguf(self) -> tuple[str, dict[str, int | float | str]]:
         return ("qwen2" if self.qkv_bias else "llama"), {}
 
-    def to_hf(self, extra: dict[str, Any]) -> dict[str, Any]:
-        hf = rotary_config(self, extra)
+    def to_hf(self, metadata: dict[str, Any]) -> dict[str, Any]:
+        hf = rotary_config(self, metadata)
         if self.qkv_bias:
             window: dict[str, Any] = {"use_sliding_window": self.window is not None}
             if self.window is not None:
                 window |= {"sliding_window": self.window, "max_window_layers": 0}
             return {"architectures": [QWEN2], "model_type": "qwen2", **hf, **window}
-        if self.window is not None or extra.get("architecture") == MISTRAL:
+        if self.window is not None or metadata.get("architecture") == MISTRAL:
             return {"architectures": [MISTRAL], "model_type": "mistral", **hf, "sliding_window": self.window}
         return {
             "architectures": ["LlamaForCausalLM"], "model_type": "llama", **hf, "attention_bias": False,

@@ -121,10 +121,10 @@ class MixtralConfig(MoeConfig):
             **rotary_fields(hf, eps=1e-5, theta=1000000.0),
         )  # fmt: skip
 
-    def to_hf(self, extra: dict[str, Any]) -> dict[str, Any]:
+    def to_hf(self, metadata: dict[str, Any]) -> dict[str, Any]:
         self.refuse_for_hf("router_normalize", "dense_layers")
         return {
-            "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", **rotary_config(self, extra),
+            "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", **rotary_config(self, metadata),
             "intermediate_size": self.expert_ffn, "sliding_window": self.window, "num_local_experts": self.experts,
             "num_experts_per_tok": self.experts_per_token, "router_aux_loss_coef": self.aux_loss_coef(),
         }  # fmt: skip
@@ -153,10 +153,10 @@ class Qwen3MoeConfig(Qwen3Attention, MoeConfig):
             **rotary_fields(hf),
         )  # fmt: skip
 
-    def to_hf(self, extra: dict[str, Any]) -> dict[str, Any]:
+    def to_hf(self, metadata: dict[str, Any]) -> dict[str, Any]:
         self.refuse_for_hf()
         return {
-            "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", **self.attention_config(extra),
+            "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", **self.attention_config(metadata),
             "num_experts": self.experts, "num_experts_per_tok": self.experts_per_token,
             "moe_intermediate_size": self.expert_ffn, "norm_topk_prob": self.router_normalize,
             "router_aux_loss_coef": self.aux_loss_coef(), "mlp_only_layers": self.dense_layers,

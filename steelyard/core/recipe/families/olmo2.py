@@ -34,6 +34,6 @@ class Olmo2Config(RotaryConfig):
         hf.only("attention_bias", False)
         return cls(family="olmo2", **rotary_fields(hf, eps=1e-5))
 
-    def to_hf(self, extra: dict[str, Any]) -> dict[str, Any]:
+    def to_hf(self, metadata: dict[str, Any]) -> dict[str, Any]:
         named = {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2", "attention_bias": False}
-        return named | rotary_config(self, extra)
+        return named | rotary_config(self, metadata)

@@ -35,11 +35,11 @@ class Qwen3Attention(RotaryConfig):
         """Keys of a config.json that every Qwen3 has."""
         return {"qkv_bias": hf.get("attention_bias", False), "window": window_of(hf, uses=False)}
 
-    def attention_config(self, extra: dict[str, Any]) -> dict[str, Any]:
+    def attention_config(self, metadata: dict[str, Any]) -> dict[str, Any]:
         """The part of config.json that every Qwen3 has."""
         window = {} if self.window is None else {"sliding_window": self.window, "max_window_layers": 0}
         return {
-            **rotary_config(self, extra), "attention_bias": self.qkv_bias,
+            **rotary_config(self, metadata), "attention_bias": self.qkv_bias,
             "use_sliding_window": self.window is not None, **window,
         }  # fmt: skip
 
@@ -66,5 +66,5 @@ class Qwen3Config(Qwen3Attention):
             raise ValueError("model.qkv_bias = true in the family qwen3")
         return "qwen3", {}
 
-    def to_hf(self, extra: dict[str, Any]) -> dict[str, Any]:
-        return {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", **self.attention_config(extra)}
+    def to_hf(self, metadata: dict[str, Any]) -> dict[str, Any]:
+        return {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", **self.attention_config(metadata)}

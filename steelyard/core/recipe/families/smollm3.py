@@ -44,10 +44,10 @@ class SmolLm3Config(RotaryConfig):
                 raise UserError("no_rope_layers: layers without RoPE must be every N-th", where=hf.where)
         return cls(family="smollm3", no_rope_every=every, **fields)
 
-    def to_hf(self, extra: dict[str, Any]) -> dict[str, Any]:
+    def to_hf(self, metadata: dict[str, Any]) -> dict[str, Any]:
         flags = [int(layer.attention.rope is not None) for layer in self.blocks.layers]
         return {
-            "architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", **rotary_config(self, extra),
+            "architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", **rotary_config(self, metadata),
             "no_rope_layer_interval": self.no_rope_every, "no_rope_layers": flags, "attention_bias": False,
             "mlp_bias": False, "use_sliding_window": False,
         }  # fmt: skip

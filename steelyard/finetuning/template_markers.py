@@ -1,7 +1,7 @@
-"""Check the marks of a chat template, the text that it writes around messages, against the tokenizer.
+"""Check the markers of a chat template, the text that it writes around messages, against the tokenizer.
 
-A mark that is unknown to the tokenizer cannot be learned: the model would see the same unknown token for every mark. A
-mark that is split into several tokens works, but is longer than a special token, so it is only reported.
+A marker that is unknown to the tokenizer cannot be learned: the model would see the same unknown token for every
+marker. One that is split into several tokens works, but is longer than a special token, so it is only reported.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ ROLES: tuple[tuple[Role, ...], ...] = (("user", "assistant"), ("system", "user",
 
 
 def check(template: Template, tokenizer: Tokenizer) -> None:
-    """Raise an error if a mark is unknown to the tokenizer; warn if one is not a single token."""
-    unknown = dict.fromkeys(mark for roles in ROLES for mark in _unknown_marks(template, tokenizer, roles))
+    """Raise an error if a marker is unknown to the tokenizer; warn if one is not a single token."""
+    unknown = dict.fromkeys(marker for roles in ROLES for marker in _unknown_markers(template, tokenizer, roles))
     if unknown:
         raise UserError(
             f"the chat template {template.name} writes {', '.join(map(repr, unknown))}, "
             f"which the tokenizer {tokenizer.source} does not know",
             hint=f"set finetune.template to another one of {', '.join(NAMED)}, or to a file",
         )
-    split = {mark: len(tokenizer.encode(mark)) for mark in sorted(set(SPECIAL.findall(template.source)))}
-    listed = ", ".join(f"{mark} ({count} tokens)" for mark, count in split.items() if count > 1)
+    split = {marker: len(tokenizer.encode(marker)) for marker in sorted(set(SPECIAL.findall(template.source)))}
+    listed = ", ".join(f"{marker} ({count} tokens)" for marker, count in split.items() if count > 1)
     if listed:
         console.warn(f"the template {template.name} uses markers that are not single tokens: {listed}")
 
 
-def _unknown_marks(template: Template, tokenizer: Tokenizer, roles: tuple[Role, ...]) -> list[str]:
+def _unknown_markers(template: Template, tokenizer: Tokenizer, roles: tuple[Role, ...]) -> list[str]:
     """The unknown parts of a conversation whose messages are known to the tokenizer."""
     content = next((text for text in CONTENTS if tokenizer.unknown_id not in tokenizer.encode(text)), "")
     text = ""
