@@ -13,11 +13,6 @@ from steelyard.launch.submit import cancel_run
 RunArgument = Annotated[str, typer.Argument(metavar="RUN|JOB", help="A run folder, a name in runs/, or a job id.")]
 
 
-def register(root: typer.Typer, name: str, help_: str) -> None:
-    """Add the command to the tree."""
-    root.command(name)(cancel)
-
-
 def cancel(
     run: RunArgument,
     now: Annotated[bool, typer.Option("--now", help="Kill it without saving.")] = False,

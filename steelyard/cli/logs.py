@@ -20,11 +20,6 @@ class LogStream(StrEnum):
     gpu = "gpu"
 
 
-def register(root: typer.Typer, name: str, help_: str) -> None:
-    """Add the command to the tree."""
-    root.command(name)(logs_)
-
-
 def logs_(
     run: RunArgument,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Print new lines until the run ends.")] = False,

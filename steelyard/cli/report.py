@@ -10,11 +10,6 @@ import typer
 from steelyard.cli.options import JsonOption, print_result
 
 
-def register(root: typer.Typer, name: str, help_: str) -> None:
-    """Add the command to the tree."""
-    root.command(name)(report)
-
-
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="The run folder, or several to compare.")],
     output: Annotated[

@@ -13,11 +13,6 @@ from steelyard.cli.options import JsonOption, print_result
 from steelyard.core.errors import UserError
 
 
-def register(root: typer.Typer, name: str, help_: str) -> None:
-    """Add the command to the tree."""
-    root.command(name)(watch)
-
-
 def watch(
     run: Annotated[
         str | None,
