@@ -8,7 +8,7 @@ from typing import Any
 
 from steelyard.core.errors import SteelyardError, UserError
 from steelyard.core.run import MANIFEST, Run
-from steelyard.core.safe_parse import loads
+from steelyard.core.safe_parse import json_objects, read_object
 from steelyard.launch import launch_record, log_reader
 
 COLUMNS = ("name", "state", "backend", "jobs", "nodes", "step", "submitted", "started")
@@ -46,23 +46,17 @@ def _own_state(path: Path) -> str:
 
 
 def _started(path: Path) -> str | None:
-    try:
-        started = loads((path / MANIFEST).read_text(encoding="utf-8")).get("started")
-    except (OSError, ValueError, AttributeError):
-        return None
+    started = read_object(path / MANIFEST).get("started")
     return started if isinstance(started, str) else None
 
 
 def _step(path: Path) -> int | None:
     """The last logged step, read from the end of the metrics file."""
     try:
-        for line in reversed(log_reader.tail(path / "metrics.jsonl", 5)):
-            value = loads(line)
-            if isinstance(value, dict) and isinstance(value.get("step"), int):
-                return int(value["step"])
-    except (OSError, ValueError):
+        lines = log_reader.tail(path / "metrics.jsonl", 5)
+    except OSError:
         return None
-    return None
+    return next((each["step"] for each in json_objects(reversed(lines)) if isinstance(each.get("step"), int)), None)
 
 
 def as_text(rows_: list[dict[str, Any]], folder: Path) -> str:

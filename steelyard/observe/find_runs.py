@@ -8,7 +8,7 @@ from pathlib import Path
 
 from steelyard.core.errors import UserError
 from steelyard.core.run import MANIFEST
-from steelyard.core.safe_parse import loads
+from steelyard.core.safe_parse import read_object
 from steelyard.launch import backends
 from steelyard.observe.run_state import LAUNCH
 
@@ -60,11 +60,8 @@ def by_job(job: str, folder: Path) -> Path:
 
 
 def _has(path: Path, job: str) -> bool:
-    try:
-        launch = loads((path / LAUNCH).read_bytes())
-        name, jobs = launch.get("backend"), [str(each) for each in launch.get("jobs") or []]
-    except (OSError, ValueError, AttributeError):
-        return False
+    launch = read_object(path / LAUNCH)
+    name, jobs = launch.get("backend"), [str(each) for each in launch.get("jobs") or []]
     return any(backends.owns(name, each, job) or backends.owns(name, job, each) for each in jobs)
 
 

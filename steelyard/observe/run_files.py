@@ -6,20 +6,8 @@ import contextlib
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
-
-from steelyard.core.safe_parse import loads
 
 MAX_TAIL_BYTES = 1 << 16
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; empty if the file is missing or invalid."""
-    try:
-        value = loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def last_lines(path: Path, count: int) -> list[str]:
