@@ -17,6 +17,7 @@ from typing import IO, Any
 
 from steelyard.core import secrets
 from steelyard.core.errors import UserError
+from steelyard.core.printable import printable
 from steelyard.observe.known_errors import OVER, Explained, explain_line
 
 BLOCK = 1 << 20
@@ -182,7 +183,7 @@ def _shown(text: str) -> str:
 
 def _printable(text: str) -> str:
     """The text without secrets and control characters."""
-    return secrets.scrub("".join(letter if letter.isprintable() else " " for letter in text).strip())
+    return secrets.scrub(printable(text).strip())
 
 
 def as_result(report: LogReport) -> dict[str, Any]:

@@ -7,12 +7,12 @@ Output of ranks is not trusted: control characters, which could rewrite the term
 from __future__ import annotations
 
 import math
-import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from steelyard.core.errors import UserError
+from steelyard.core.printable import without_control
 from steelyard.core.safe_parse import loads
 from steelyard.launch import backends, launch_record
 
@@ -25,7 +25,6 @@ PRINTED = (
 BYTES_TO_LOOK_BACK = 1 << 18
 SECONDS_BETWEEN_LOOKS = 0.5
 SECONDS_BETWEEN_QUESTIONS = 3.0  # between queries of the scheduler whether the run is over
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def paths(run: Path, node: str | None = None, stream: str | None = None) -> list[Path]:
@@ -61,12 +60,7 @@ def tail(path: Path, lines: int, size: int | None = None) -> list[str]:
 
 def shown(line: str, suffix: str) -> list[str]:
     """A line as it is safe to print on a terminal; a sample becomes one line per device."""
-    return [clean(each) for each in (devices(line) if suffix == ".gpu" else [line])]
-
-
-def clean(line: str) -> str:
-    """The line with control characters replaced."""
-    return _CONTROL.sub("?", line.rstrip("\n"))
+    return [without_control(each, "?") for each in (devices(line) if suffix == ".gpu" else [line])]
 
 
 def devices(line: str) -> list[str]:

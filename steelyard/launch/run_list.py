@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from steelyard.core.errors import SteelyardError, UserError
+from steelyard.core.printable import without_control
 from steelyard.core.run import MANIFEST, Run
 from steelyard.core.safe_parse import json_objects, read_object
 from steelyard.launch import launch_record, log_reader
@@ -66,7 +67,7 @@ def as_text(rows_: list[dict[str, Any]], folder: Path) -> str:
     cells = [list(SHOWN), *(_cells(row) for row in rows_)]
     widths = [max(len(row[number]) for row in cells) for number in range(len(SHOWN))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
-    return "\n".join(log_reader.clean(line) for line in lines)
+    return "\n".join(without_control(line, "?") for line in lines)
 
 
 def _cells(row: dict[str, Any]) -> list[str]:

@@ -190,7 +190,7 @@ def test_logs_are_shown_as_text_and_samples_as_devices(tmp_path):
     device = {"index": 0, "name": "NVIDIA A10", "temperature": 49, "utilisation": 97, "memory_used": 9 << 30,
               "memory_total": 22 << 30, "power": None, "processes": [{}]}  # fmt: skip
     (folder / "a1.gpu").write_text(json.dumps({"devices": [device]}) + "\n{torn")
-    assert log_reader.tail(folder / "a1.out", 2) == ["one", "?[2Jtwo"]
+    assert log_reader.tail(folder / "a1.out", 2) == ["one", "?two"]
     assert log_reader.tail(folder / "a1.gpu", 5) == [
         "[0] NVIDIA A10 |  49 C,  97 % |   9216 /  22528 MiB |    - W | 1 process"
     ]
