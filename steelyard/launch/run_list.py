@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from steelyard.core.errors import SteelyardError, UserError
+from steelyard.core.file_tail import last_lines
 from steelyard.core.printable import without_control
-from steelyard.core.run import MANIFEST, Run
+from steelyard.core.run import MANIFEST, METRICS, Run
 from steelyard.core.safe_parse import json_objects, read_object
-from steelyard.launch import launch_record, log_reader
+from steelyard.launch import launch_record
 
 COLUMNS = ("name", "state", "backend", "jobs", "nodes", "step", "submitted", "started")
 SHOWN = ("name", "state", "backend", "jobs", "nodes", "step", "since")
@@ -53,10 +54,7 @@ def _started(path: Path) -> str | None:
 
 def _step(path: Path) -> int | None:
     """The last logged step, read from the end of the metrics file."""
-    try:
-        lines = log_reader.tail(path / "metrics.jsonl", 5)
-    except OSError:
-        return None
+    lines = last_lines(path / METRICS, 5)
     return next((each["step"] for each in json_objects(reversed(lines)) if isinstance(each.get("step"), int)), None)
 
 

@@ -22,6 +22,7 @@ from types import FrameType
 from typing import Any
 
 from steelyard.core.console import console
+from steelyard.core.file_tail import last_lines
 from steelyard.core.host import die_with_parent, usable_cpus
 from steelyard.launch.error_file import ERROR_FILE, find
 from steelyard.launch.root_cause import RankExit, blame
@@ -146,9 +147,9 @@ def _report(ranks: list[Rank], hung: list[int], was_asked: bool, debug: bool) ->
         return 0
     console.error(cause.message)
     if cause.rank and (debug or not cause.has_words):
-        text = ranks[cause.rank].output.read_text(encoding="utf-8", errors="replace").strip()
-        if text:
-            console.say("\n".join(["  its last lines:", *(f"  | {line}" for line in text.splitlines()[-20:])]))
+        lines = last_lines(ranks[cause.rank].output, 20)
+        if any(map(str.strip, lines)):
+            console.say("\n".join(["  its last lines:", *(f"  | {line}" for line in lines)]))
     return cause.exit_code
 
 

@@ -23,6 +23,7 @@ from tempfile import TemporaryDirectory
 
 from steelyard.core import secrets
 from steelyard.core.errors import RuntimeFailure
+from steelyard.core.file_tail import last_lines
 from steelyard.core.host import die_with_parent, usable_cpus
 from steelyard.launch import site_environment, torchrun_ipc
 from steelyard.launch.log_capture import LogFile
@@ -102,7 +103,7 @@ def _report(child: subprocess.Popen[bytes], folder: Path, options: argparse.Name
 
 def _report_torchrun(code: int, folder: Path, log: LogFile) -> int:
     """torchrun failed before any rank ended: its own output is the only information."""
-    last = (folder / "torchrun.log").read_text(encoding="utf-8", errors="replace").splitlines()[-LINES_SHOWN:]
+    last = last_lines(folder / "torchrun.log", LINES_SHOWN)
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     for line in map(secrets.scrub, (f"error: torchrun {how} before any rank did", *(f"  | {line}" for line in last))):
         log.add(line)

@@ -1,4 +1,4 @@
-"""Reads small files of a run folder, which may be missing, truncated or invalid."""
+"""Lists the files of a run folder, which may be missing."""
 
 from __future__ import annotations
 
@@ -6,19 +6,6 @@ import contextlib
 import os
 from collections.abc import Iterable
 from pathlib import Path
-
-MAX_TAIL_BYTES = 1 << 16
-
-
-def last_lines(path: Path, count: int) -> list[str]:
-    """The last lines of a text file; reads at most `MAX_TAIL_BYTES`."""
-    try:
-        with open(path, "rb") as file:
-            file.seek(0, 2)
-            file.seek(max(0, file.tell() - MAX_TAIL_BYTES))
-            return file.read().decode("utf-8", errors="replace").splitlines()[-count:]
-    except OSError:
-        return []
 
 
 def listed(folder: Path, *suffixes: str) -> list[Path]:
