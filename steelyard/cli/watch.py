@@ -40,7 +40,7 @@ def watch(
 
     Example: steelyard watch runs/gpt2-small
     """
-    from steelyard.observe import find_runs
+    from steelyard.launch import find_runs
     from steelyard.observe import terminal as page
 
     if once and follow:

@@ -11,7 +11,7 @@ from steelyard.core.file_tail import last_lines
 from steelyard.core.printable import without_control
 from steelyard.core.run import MANIFEST, METRICS, Run
 from steelyard.core.safe_parse import json_objects, read_object
-from steelyard.launch import launch_record
+from steelyard.launch import find_runs, launch_record
 
 COLUMNS = ("name", "state", "backend", "jobs", "nodes", "step", "submitted", "started")
 SHOWN = ("name", "state", "backend", "jobs", "nodes", "step", "since")
@@ -21,17 +21,26 @@ def rows(folder: Path) -> list[dict[str, Any]]:
     """One row for each run, oldest first."""
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}", hint="steelyard train and steelyard submit create runs/")
-    return [_row(path) for path in launch_record.runs(folder)]
+    return [_row(path, folder) for path in sorted(find_runs.below(folder), key=_age)]
 
 
-def _row(path: Path) -> dict[str, Any]:
+def _age(path: Path) -> tuple[float, str]:
+    first = path / launch_record.LAUNCH
+    try:
+        return (first if first.is_file() else path / MANIFEST).stat().st_mtime, path.name
+    except OSError:
+        return 0.0, path.name
+
+
+def _row(path: Path, folder: Path) -> dict[str, Any]:
+    name = path.name if path == folder else str(path.relative_to(folder))
     try:
         launch = launch_record.launched(path)
         state = launch_record.state(launch_record.refresh(path), launch) if launch else _own_state(path)
     except (SteelyardError, OSError) as error:
-        return dict.fromkeys(COLUMNS) | {"name": path.name, "run": str(path), "state": f"unreadable: {error}"}
+        return dict.fromkeys(COLUMNS) | {"name": name, "run": str(path), "state": f"unreadable: {error}"}
     return {
-        "name": path.name,
+        "name": name,
         "run": str(path),
         "state": state or ("not submitted" if launch and not launch.jobs else "unknown"),
         "backend": launch.backend if launch else None,
