@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from steelyard.core import files
 from steelyard.core.console import console
 from steelyard.core.errors import RuntimeFailure, UserError
-from steelyard.core.host import die_with_parent
+from steelyard.core.host import die_with_parent, output_of
 from steelyard.launch import job_spec, launch_record, supervisor
 from steelyard.launch.backends import (
     Backend,
@@ -26,7 +26,6 @@ from steelyard.launch.backends import (
     Place,
     Record,
     slurm_elastic,
-    slurm_nodes,
     slurm_queue,
     slurm_script,
 )
@@ -159,7 +158,7 @@ class Slurm(Backend):
 
     def lost_supervisor(self, environ: Mapping[str, str]) -> None:
         """Requeue the job: Slurm keeps a job with --no-kill that has lost the node of its script."""
-        slurm_nodes.ask(["scontrol", "requeue", environ.get("SLURM_JOB_ID", "0")])
+        output_of(["scontrol", "requeue", environ.get("SLURM_JOB_ID", "0")])
 
     def attempt_name(self, environ: Mapping[str, str]) -> str:
         """The job id and its restart count."""
@@ -219,7 +218,7 @@ def _kill_step(launch: Launch) -> None:
     deadline = time.monotonic() + SECONDS_TO_FIND
     was_found = False
     while time.monotonic() < deadline:
-        pairs = [line.split(maxsplit=1) for line in slurm_nodes.ask(query)[0].splitlines()]
+        pairs = [line.split(maxsplit=1) for line in (output_of(query) or "").splitlines()]
         steps = [pair[0] for pair in pairs if pair[1:] == [name] and slurm_queue.STEP.fullmatch(pair[0])]
         if steps:
             was_found = True
