@@ -8,13 +8,12 @@ from typing import Annotated
 
 import typer
 
-from steelyard.cli.options import JsonOption, Overrides, RecipeArgument, RunOption, print_result
+from steelyard.cli.options import JsonOption, Overrides, RecipeArgument, RunOption, print_result, steps_in
 from steelyard.cli.relaunch import NprocOption
 from steelyard.cli.submit import BACKENDS, SiteOption, SitesOption
 from steelyard.core.console import console
 from steelyard.core.errors import RuntimeFailure, UserError
 from steelyard.core.recipe import load_recipe
-from steelyard.core.step_ranges import steps_in
 
 
 class Tool(StrEnum):
