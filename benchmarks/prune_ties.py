@@ -16,13 +16,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from steelyard.checkpoint.formats import CheckpointSource, open_source
+from steelyard.checkpoint.formats import CheckpointSource, SourceView, open_source
 from steelyard.evaluate import eval_tokens
 from steelyard.evaluate.load_model import loaded
 from steelyard.evaluate.perplexity import summed_loss
 from steelyard.evaluate.windows import plan
 from steelyard.sparsity.patterns import Pattern, place_hash
-from steelyard.sparsity.pruned_source import SourceView
 from steelyard.sparsity.target_modules import maskable
 from steelyard.training.device import device_for
 
@@ -58,7 +57,7 @@ class PrunedByRule(SourceView):
 
     def tensor(self, name: str) -> Tensor:
         """The tensor, pruned if it is a matrix of a layer."""
-        weight_OI = self.source.tensor(name).float()
+        weight_OI = self.origin.tensor(name).float()
         if name not in self.matrices:
             return weight_OI
         mask_OI = TWO_OF_FOUR.keep_best(weight_OI.abs(), self.rule(weight_OI))

@@ -16,7 +16,7 @@ import math
 import torch
 from torch import Tensor
 
-from steelyard.checkpoint.formats import CheckpointSource, open_source
+from steelyard.checkpoint.formats import CheckpointSource, SourceView, open_source
 from steelyard.checkpoint.formats.compressed_tensors import matrices
 from steelyard.checkpoint.formats.row_scales import DTYPES, ValueFormat, dequantized, quantized
 from steelyard.evaluate import eval_tokens
@@ -25,7 +25,7 @@ from steelyard.evaluate.perplexity import summed_loss
 from steelyard.evaluate.windows import plan
 from steelyard.sparsity.calibration import Calibration, windows_of
 from steelyard.sparsity.layerwise import Task, pruned_layers
-from steelyard.sparsity.pruned_source import PartlyPrunedSource, SourceView
+from steelyard.sparsity.pruned_source import PartlyPrunedSource
 from steelyard.sparsity.semi_structured import PATTERN
 from steelyard.training.device import device_for
 
@@ -39,7 +39,7 @@ class Rounded(SourceView):
 
     def tensor(self, name: str) -> Tensor:
         """The rounded tensor."""
-        whole = self.source.tensor(name)
+        whole = self.origin.tensor(name)
         if self.kind is None or name not in self.matrices:
             return whole.bfloat16()
         return dequantized(*quantized(whole, self.kind))

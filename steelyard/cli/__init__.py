@@ -16,7 +16,6 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, NoReturn
@@ -177,6 +176,8 @@ class _ByTask(TyperGroup):
 
 def app(words: Sequence[str]) -> typer.Typer:
     """The command tree; only the module of the given command is imported."""
+    from steelyard.cli.registration import register
+
     root = typer.Typer(
         help=HELP, epilog=EPILOG, rich_markup_mode=None, add_completion=False, pretty_exceptions_enable=False,
         no_args_is_help=True, cls=_ByTask,
@@ -187,7 +188,7 @@ def app(words: Sequence[str]) -> typer.Typer:
         _refuse_unknown(wanted)
     for name, (module, help_) in COMMANDS.items():
         if name == wanted:
-            import_module(f"steelyard.cli.{module}").register(root, name, help_)
+            register(root, name, help_, module)
         else:
             root.command(name, help=help_)(_not_imported)
     return root

@@ -10,14 +10,6 @@ import typer
 from steelyard.cli.options import JsonOption, print_result
 
 
-def register(root: typer.Typer, name: str, help_: str) -> None:
-    """Add the commands to the tree."""
-    group = typer.Typer(help=help_, rich_markup_mode=None, no_args_is_help=True)
-    group.command("merge")(merge)
-    group.command("export")(export)
-    root.add_typer(group, name=name)
-
-
 def merge(
     base: Annotated[str, typer.Argument(metavar="BASE", help="The base model of the adapter.")],
     adapter: Annotated[str, typer.Argument(metavar="ADAPTER", help="A folder in PEFT's format, or a run.")],
@@ -47,3 +39,6 @@ def export(
 
     result = peft_format.export(run, out)
     print_result(result, json, f"{out}: {result['adapted']} matrices")
+
+
+SUBCOMMANDS = (merge, export)

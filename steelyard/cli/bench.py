@@ -19,18 +19,6 @@ from steelyard.cli.options import (
 )
 
 
-def register(root: typer.Typer, name: str, help_: str) -> None:
-    """Add the commands to the tree."""
-    group = typer.Typer(help=help_, rich_markup_mode=None, no_args_is_help=True)
-
-    @group.callback()
-    def only_one_command() -> None:
-        """Typer drops the name of a single command unless the group has a callback."""
-
-    group.command(sparse.__name__)(sparse)
-    root.add_typer(group, name=name, help=help_)
-
-
 def sparse(
     checkpoint: Annotated[
         str | None, typer.Argument(metavar="[CKPT]", help="A 2:4 checkpoint, or a run.", show_default=False)
@@ -67,3 +55,6 @@ def sparse(
     )  # fmt: skip
     result = sparse_bench.sparse(request)
     print_result(result, json, sparse_bench.as_text(result))
+
+
+SUBCOMMANDS = (sparse,)

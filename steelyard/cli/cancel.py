@@ -7,15 +7,10 @@ from typing import Annotated
 import typer
 
 from steelyard.cli.options import JsonOption, print_result
-from steelyard.launch import launch_record
+from steelyard.launch import find_runs
 from steelyard.launch.submit import cancel_run
 
 RunArgument = Annotated[str, typer.Argument(metavar="RUN|JOB", help="A run folder, a name in runs/, or a job id.")]
-
-
-def register(root: typer.Typer, name: str, help_: str) -> None:
-    """Add the command to the tree."""
-    root.command(name)(cancel)
 
 
 def cancel(
@@ -27,6 +22,6 @@ def cancel(
 
     Example: steelyard cancel runs/my
     """
-    result = cancel_run(launch_record.find(run), at_once=now)
+    result = cancel_run(find_runs.find(run), at_once=now)
     verb = "cancelled" if result["cancelled"] else "had already ended"
     print_result(result, json, f"{result['run']}  job {', '.join(result['jobs'])} {verb}: {result['state']}")

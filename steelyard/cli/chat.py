@@ -7,8 +7,6 @@ import signal
 import sys
 from types import FrameType
 
-import typer
-
 from steelyard.cli.options import (
     BaseOption,
     CheckpointArgument,
@@ -30,11 +28,6 @@ from steelyard.core.console import console
 from steelyard.core.errors import Interrupted, UserError
 
 PROMPT = "> "
-
-
-def register(root: typer.Typer, name: str, help_: str) -> None:
-    """Add the command to the tree."""
-    root.command(name)(chat)
 
 
 def chat(

@@ -56,14 +56,6 @@ class Layers(StrEnum):
     transformer_engine = "transformer-engine"
 
 
-def register(root: typer.Typer, name: str, help_: str) -> None:
-    """Add the commands to the tree."""
-    group = typer.Typer(help=help_, rich_markup_mode=None, no_args_is_help=True)
-    for command in (convert, extend, info, diff, verify):
-        group.command(command.__name__)(command)
-    root.add_typer(group, name=name)
-
-
 def convert(
     source: SourceArgument,
     destination: Annotated[Path, typer.Argument(metavar="DST", help="The folder to write, or the GGUF file.")],
@@ -215,3 +207,6 @@ def _bytes(size: str) -> int:
     if scale is None or not number.isdecimal() or len(number) > 15 or int(number) == 0:
         raise UserError(f"{size:.40} is not a size", where="--shard-size", hint="such as 500MB or 5GB")
     return int(number) * scale
+
+
+SUBCOMMANDS = (convert, extend, info, diff, verify)

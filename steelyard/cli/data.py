@@ -40,14 +40,6 @@ class OnBadLine(StrEnum):
     skip = "skip"
 
 
-def register(root: typer.Typer, name: str, help_: str) -> None:
-    """Add the commands to the tree."""
-    group = typer.Typer(help=help_, rich_markup_mode=None, no_args_is_help=True)
-    for command in (convert, tokenize, download, sample, stats, dedup, info, verify, merge):
-        group.command(command.__name__)(command)
-    root.add_typer(group, name=name)
-
-
 def convert(
     files: Annotated[list[Path], typer.Argument(metavar="IN... OUT", help="The input files, then the output file.")],
     document: DocumentOption = DocumentSplit.line,
@@ -308,3 +300,6 @@ def merge(
         raise typer.BadParameter("give at least one input pair and an output")
     result = merge.merge(prefixes[:-1], prefixes[-1])
     print_result(result, json, f"{result['prefix']}: {result['documents']} documents, {result['tokens']} tokens")
+
+
+SUBCOMMANDS = (convert, tokenize, download, sample, stats, dedup, info, verify, merge)

@@ -8,15 +8,9 @@ from typing import Annotated
 
 import typer
 
-from steelyard.cli.default_command import with_default
 from steelyard.cli.options import JsonOption, print_result
 from steelyard.core.errors import UserError
 from steelyard.core.host import require_linux
-
-
-def register(root: typer.Typer, name: str, help_: str) -> None:
-    """Add the commands to the tree."""
-    with_default(root, name, help_, check, explain)
 
 
 def check(
@@ -96,3 +90,6 @@ def explain(
 
     explanation = explaining.explain(logs)
     print_result(explaining.as_result(explanation), json, explaining.as_text(explanation))
+
+
+SUBCOMMANDS = (check, explain)

@@ -31,14 +31,6 @@ class ProtocolName(StrEnum):
     megatron = "megatron"
 
 
-def register(root: typer.Typer, name: str, help_: str) -> None:
-    """Add the commands to the tree."""
-    group = typer.Typer(help=help_, rich_markup_mode=None, no_args_is_help=True)
-    for command in (ppl, tasks):
-        group.command(command.__name__)(command)
-    root.add_typer(group, name=name)
-
-
 def ppl(
     checkpoint: CheckpointArgument,
     data: Annotated[
@@ -115,3 +107,6 @@ def tasks(
     options = scoring.TaskOptions(shots, limit, batch, include)
     result = scoring.run(writer(checkpoint, tokenizer, device, dtype, mask, base), tasks.split(","), options)
     print_result(result, json, scoring.as_text(result))
+
+
+SUBCOMMANDS = (ppl, tasks)

@@ -30,11 +30,6 @@ class Stored(StrEnum):
     fp32 = "fp32"
 
 
-def register(root: typer.Typer, name: str, help_: str) -> None:
-    """Add the command to the tree."""
-    root.command(name)(export_sparse)
-
-
 def export_sparse(
     context: typer.Context,
     checkpoint: CheckpointArgument,

@@ -30,11 +30,6 @@ from steelyard.cli.options import (
 from steelyard.core.errors import UserError
 
 
-def register(root: typer.Typer, name: str, help_: str) -> None:
-    """Add the command to the tree."""
-    root.command(name)(generate)
-
-
 def generate(
     checkpoint: CheckpointArgument,
     prompt: Annotated[str, typer.Option(help="The text to continue, or with --chat the message.")],

@@ -19,11 +19,6 @@ class InitTask(StrEnum):
     prune = "prune"
 
 
-def register(root: typer.Typer, name: str, help_: str) -> None:
-    """Add the command to the tree."""
-    root.command(name)(init)
-
-
 def init(
     data: Annotated[
         str | None,

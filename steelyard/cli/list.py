@@ -11,11 +11,6 @@ from steelyard.cli.options import JsonOption, print_result
 from steelyard.launch import run_list
 
 
-def register(root: typer.Typer, name: str, help_: str) -> None:
-    """Add the command to the tree."""
-    root.command(name)(list_)
-
-
 def list_(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder of the runs.")] = Path("runs"),
     json: JsonOption = False,

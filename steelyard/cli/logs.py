@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from steelyard.cli.cancel import RunArgument
-from steelyard.launch import launch_record, log_reader
+from steelyard.launch import find_runs, launch_record, log_reader
 
 
 class LogStream(StrEnum):
@@ -18,11 +18,6 @@ class LogStream(StrEnum):
     out = "out"
     err = "err"
     gpu = "gpu"
-
-
-def register(root: typer.Typer, name: str, help_: str) -> None:
-    """Add the command to the tree."""
-    root.command(name)(logs_)
 
 
 def logs_(
@@ -38,7 +33,7 @@ def logs_(
 
     Example: steelyard logs runs/my -f --node a1 --stream err
     """
-    folder = launch_record.find(run)
+    folder = find_runs.find(run)
 
     def find() -> list[Path]:
         return log_reader.paths(folder, node, stream.value if stream else None)

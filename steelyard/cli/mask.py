@@ -20,14 +20,6 @@ class MaskFormat(StrEnum):
     hf = "hf"
 
 
-def register(root: typer.Typer, name: str, help_: str) -> None:
-    """Add the commands to the tree."""
-    group = typer.Typer(help=help_, rich_markup_mode=None, no_args_is_help=True)
-    for command in (apply, export, info):
-        group.command(command.__name__)(command)
-    root.add_typer(group, name=name)
-
-
 def apply(
     base: Annotated[str, typer.Argument(metavar="BASE", help="The checkpoint of the masks, in any format.")],
     mask: MaskArgument,
@@ -79,3 +71,6 @@ def info(mask: MaskArgument, json: JsonOption = False) -> None:
 
     result = described(mask)
     print_result(result, json, as_text(result))
+
+
+SUBCOMMANDS = (apply, export, info)

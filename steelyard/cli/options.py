@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,6 +15,8 @@ from steelyard.core.errors import UserError
 
 if TYPE_CHECKING:
     from steelyard.evaluate.verify_checkpoint import VerifyFindings
+
+MOST_STEPS = 100_000  # of a range on the command line
 
 
 class DocumentSplit(StrEnum):
@@ -136,3 +139,19 @@ def parse_count(option: str, what: str, text: str) -> int:
             f"{option}: {text!r} is not a number of {what}", hint="use a form like 124M, 1.5T or 2000000000"
         )
     return int(number)
+
+
+def steps_in(text: str, option: str) -> list[int]:
+    """The steps of a list like `10-12,500`, ascending. `10-12` is 10 and 11: the end is exclusive."""
+    steps: set[int] = set()
+    for part in text.split(","):
+        matched = re.fullmatch(r"\s*([0-9]{1,9})(?:-([0-9]{1,9}))?\s*", part)
+        first = int(matched[1]) if matched else 0
+        end = int(matched[2]) if matched and matched[2] else first + 1
+        if not 0 < first < end or end - first > MOST_STEPS:
+            raise UserError(
+                f"{option}: {part.strip() or 'an empty value'} is not a range of steps",
+                hint="10-12 is steps 10 and 11: the end is exclusive",
+            )
+        steps.update(range(first, end))
+    return sorted(steps)

@@ -8,14 +8,12 @@ from typing import Annotated
 
 import typer
 
-from steelyard.cli.default_command import with_default
-from steelyard.cli.options import JsonOption, Overrides, RecipeArgument, RunOption, print_result
+from steelyard.cli.options import JsonOption, Overrides, RecipeArgument, RunOption, print_result, steps_in
 from steelyard.cli.relaunch import NprocOption
 from steelyard.cli.submit import BACKENDS, SiteOption, SitesOption
 from steelyard.core.console import console
 from steelyard.core.errors import RuntimeFailure, UserError
 from steelyard.core.recipe import load_recipe
-from steelyard.core.step_ranges import steps_in
 
 
 class Tool(StrEnum):
@@ -25,11 +23,6 @@ class Tool(StrEnum):
     nsys = "nsys"
     ncu = "ncu"
     memory = "memory"
-
-
-def register(root: typer.Typer, name: str, help_: str) -> None:
-    """Add the commands to the tree."""
-    with_default(root, name, help_, run, show)
 
 
 def run(
@@ -109,3 +102,6 @@ def _ranks(text: str | None) -> list[int]:
     if not all(part.isascii() and part.isdigit() and len(part) < 8 for part in parts):
         raise UserError(f"--ranks: {text or 'an empty value'} is not a list of ranks", hint="use a form like 0,4")
     return sorted({int(part) for part in parts})
+
+
+SUBCOMMANDS = (run, show)

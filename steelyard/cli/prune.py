@@ -31,11 +31,6 @@ class Save(StrEnum):
     mask = "mask"
 
 
-def register(root: typer.Typer, name: str, help_: str) -> None:
-    """Add the command to the tree."""
-    root.command(name)(prune)
-
-
 def prune(
     checkpoint: CheckpointArgument,
     destination: Annotated[Path, typer.Argument(metavar="OUT", help="The folder or mask file to write.")],

@@ -11,8 +11,6 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-import typer
-
 from steelyard.cli.options import JsonOption, Overrides, RunOption, print_result
 from steelyard.core.console import console
 from steelyard.core.recipe import Recipe, load_recipe
@@ -23,11 +21,6 @@ SECONDS_TO_TRAIN = 120.0
 FEWEST_STEPS = 150  # The validation loss decreases by 2.4 nats, and the sample has the layout of Python code.
 MOST_STEPS = 1200  # Almost one epoch; a faster machine finishes earlier.
 LENGTHS = ("train.steps", "train.samples", "train.tokens")
-
-
-def register(root: typer.Typer, name: str, help_: str) -> None:
-    """Add the command to the tree."""
-    root.command(name)(quickstart)
 
 
 def quickstart(overrides: Overrides = None, run: RunOption = None, json: JsonOption = False) -> None:

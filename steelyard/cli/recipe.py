@@ -34,18 +34,6 @@ class SgdChoice(StrEnum):
     sgd_sai = "sgd-sai"
 
 
-def register(root: typer.Typer, name: str, help_: str) -> None:
-    """Add the commands to the tree."""
-    group = typer.Typer(help=help_, rich_markup_mode=None, no_args_is_help=True)
-    group.command("check")(check)
-    group.command("show")(show)
-    group.command("list")(list_)
-    group.command("scale")(scale)
-    group.command("migrate")(migrate)
-    group.command("from-megatron")(from_megatron)
-    root.add_typer(group, name=name)
-
-
 def check(recipe: RecipeArgument, overrides: Overrides = None, json: JsonOption = False) -> None:
     """Validate a recipe.
 
@@ -231,3 +219,6 @@ def _vocab_size(tokenizer: str) -> int | None:
         return tokenizers.load_tokenizer(tokenizer).vocab_size
     except UserError:
         return None
+
+
+SUBCOMMANDS = (check, show, list_, scale, migrate, from_megatron)

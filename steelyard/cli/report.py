@@ -7,12 +7,7 @@ from typing import Annotated
 
 import typer
 
-from steelyard.cli.options import JsonOption, print_result
-
-
-def register(root: typer.Typer, name: str, help_: str) -> None:
-    """Add the command to the tree."""
-    root.command(name)(report)
+from steelyard.cli.options import JsonOption, print_result, steps_in
 
 
 def report(
@@ -40,7 +35,6 @@ def report(
     Example: steelyard report runs/first runs/second -o compared.html
     """  # fmt: skip
     from steelyard.core.run import Run
-    from steelyard.core.step_ranges import steps_in
     from steelyard.observe import report as reports
 
     if output is None and len(runs) > 1:

@@ -10,18 +10,6 @@ import typer
 from steelyard.cli.options import JsonOption, print_findings
 
 
-def register(root: typer.Typer, name: str, help_: str) -> None:
-    """Add the commands to the tree."""
-    group = typer.Typer(help=help_, rich_markup_mode=None, no_args_is_help=True)
-    group.callback()(_group)
-    group.command("verify")(verify)
-    root.add_typer(group, name=name)
-
-
-def _group() -> None:
-    """Typer drops the name of a single command unless the group has a callback."""
-
-
 def verify(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
     json: JsonOption = False,
@@ -35,3 +23,6 @@ def verify(
     from steelyard.evaluate.verify_run import verify_run
 
     print_findings(verify_run(run), json)
+
+
+SUBCOMMANDS = (verify,)

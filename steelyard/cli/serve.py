@@ -8,11 +8,6 @@ from typing import Annotated
 import typer
 
 
-def register(root: typer.Typer, name: str, help_: str) -> None:
-    """Add the command to the tree."""
-    root.command(name)(serve)
-
-
 def serve(
     folder: Annotated[Path, typer.Argument(metavar="[DIR]", help="The folder of the runs.")] = Path("runs"),
     host: Annotated[

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 import typer
 
-from steelyard.cli.default_command import with_default
 from steelyard.cli.options import AllowUnknownOption, JsonOption, Overrides, RunOption, print_result
 from steelyard.cli.relaunch import NprocOption, launch
 from steelyard.cli.train import DryRunOption, GpuOption, ResumeOption, WorldOption, print_dry_run
@@ -41,11 +40,6 @@ DEFAULTS: dict[str, Any] = {
     "log": {"every": 5},
 }
 ADAPTER_RATE = 2e-4
-
-
-def register(root: typer.Typer, name: str, help_: str) -> None:
-    """Add the commands to the tree."""
-    with_default(root, name, help_, run, preview)
 
 
 def run(
@@ -157,3 +151,6 @@ def recipe_for(
     if any(word.startswith("optim.warmup_") for word in words):
         del values["optim"]["warmup_share"]
     return load_recipe(values, words, complete)
+
+
+SUBCOMMANDS = (run, preview)

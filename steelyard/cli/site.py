@@ -10,14 +10,6 @@ from steelyard.cli.options import JsonOption, print_result
 from steelyard.cli.submit import SitesOption
 
 
-def register(root: typer.Typer, name: str, help_: str) -> None:
-    """Add the commands to the tree."""
-    group = typer.Typer(help=help_, rich_markup_mode=None, no_args_is_help=True)
-    for command in (init, check):
-        group.command(command.__name__)(command)
-    root.add_typer(group, name=name)
-
-
 def init(
     name: Annotated[
         str | None, typer.Option(help="The name of the site.  [default: that of the cluster]", show_default=False)
@@ -84,3 +76,6 @@ def check(
     print_result(facts, json, f"{facts['host']}: {facts['verdict']}{hint}")
     if not facts["works"]:
         raise typer.Exit(1)
+
+
+SUBCOMMANDS = (init, check)

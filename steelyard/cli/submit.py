@@ -39,11 +39,6 @@ SitesOption = Annotated[
 ]
 
 
-def register(root: typer.Typer, name: str, help_: str) -> None:
-    """Add the command to the tree."""
-    root.command(name)(submit_)
-
-
 def submit_(
     words: Words = None,
     on: Annotated[str, typer.Option(metavar=BACKENDS, help="The backend that starts the ranks.")] = "local",

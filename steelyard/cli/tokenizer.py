@@ -28,14 +28,6 @@ class TokenizerKind(StrEnum):
     byte_bpe = "byte-bpe"
 
 
-def register(root: typer.Typer, name: str, help_: str) -> None:
-    """Add the commands to the tree."""
-    group = typer.Typer(help=help_, rich_markup_mode=None, no_args_is_help=True)
-    for command in (train, extend, info, export):
-        group.command(command.__name__)(command)
-    root.add_typer(group, name=name)
-
-
 def train(
     input: Annotated[list[str], typer.Option(help="Files or patterns: .txt, .jsonl, .parquet, also .gz or .zst.")],
     model_prefix: Annotated[Path, typer.Option(help="Writes PREFIX.model and .vocab; for byte-bpe a folder.")],
@@ -173,3 +165,6 @@ def export(
         for difference in differences[:5]:
             console.say(f"{difference.text!r}\n  {difference.before}\n  {difference.after}")
     print_result(result, json, text)
+
+
+SUBCOMMANDS = (train, extend, info, export)

@@ -33,11 +33,6 @@ MeasuredOption = Annotated[
 ]
 
 
-def register(root: typer.Typer, name: str, help_: str) -> None:
-    """Add the command to the tree."""
-    root.command(name)(train)
-
-
 def train(
     recipe: RecipeArgument,
     overrides: Overrides = None,

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 import typer
 
-from steelyard.cli.default_command import with_default
 from steelyard.cli.options import JsonOption, Overrides, print_result
 from steelyard.cli.submit import BACKENDS, SiteOption, SitesOption
 from steelyard.core.errors import UserError
@@ -20,11 +19,6 @@ StorageOption = Annotated[
     str | None,
     typer.Option(metavar="URL", help=f"The study's database, instead of a file in its folder. Also set by {STORAGE}."),
 ]
-
-
-def register(root: typer.Typer, name: str, help_: str) -> None:
-    """Add the commands to the tree."""
-    with_default(root, name, help_, run, report)
 
 
 def run(
@@ -131,3 +125,6 @@ def report(
     page = reports.write(study, url, output)
     summary = best.of_folder(study, url)
     print_result(summary | {"report": str(page)}, json, f"{best.as_text(summary)}\nreport {page}")
+
+
+SUBCOMMANDS = (run, report)

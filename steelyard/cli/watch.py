@@ -13,11 +13,6 @@ from steelyard.cli.options import JsonOption, print_result
 from steelyard.core.errors import UserError
 
 
-def register(root: typer.Typer, name: str, help_: str) -> None:
-    """Add the command to the tree."""
-    root.command(name)(watch)
-
-
 def watch(
     run: Annotated[
         str | None,
@@ -45,7 +40,7 @@ def watch(
 
     Example: steelyard watch runs/gpt2-small
     """
-    from steelyard.observe import find_runs
+    from steelyard.launch import find_runs
     from steelyard.observe import terminal as page
 
     if once and follow:

@@ -11,10 +11,11 @@ import ctypes
 import os
 import resource
 import signal
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from steelyard.core.errors import UserError
@@ -30,6 +31,15 @@ def require_linux(what: str, hint: str) -> None:
     """Raise if this is not Linux."""
     if sys.platform != "linux":
         raise UserError(f"{what} needs Linux; this is {NAMES.get(sys.platform, sys.platform)}", hint=hint)
+
+
+def output_of(command: Sequence[str], seconds: float = 30.0) -> str | None:
+    """The standard output of a program; None if it is missing, fails, or does not end within `seconds`."""
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return None if done.returncode else done.stdout
 
 
 def usable_cpus() -> list[int]:

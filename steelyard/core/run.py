@@ -21,7 +21,6 @@ import json
 import os
 import platform
 import socket
-import subprocess
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -30,6 +29,7 @@ from typing import Any
 import steelyard
 from steelyard.core import files
 from steelyard.core.errors import UserError
+from steelyard.core.host import output_of
 from steelyard.core.recipe import Recipe, load_recipe, to_toml
 from steelyard.core.recipe.toml import leaves
 from steelyard.core.safe_parse import json_objects, loads
@@ -236,8 +236,4 @@ def versions() -> dict[str, str]:
 def _git_commit() -> str | None:
     """The commit of the folder the command was started in, marked as dirty if files differ from it."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--match=", "--exclude=*"]
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return answer.stdout.strip() or None
+    return (output_of(command, 10) or "").strip() or None

@@ -45,7 +45,7 @@ def loads(text: str | bytes) -> Any:
         raise ValueError(TOO_LONG) from None
 
 
-def json_objects(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+def json_objects(lines: Iterable[str] | Iterable[bytes]) -> Iterator[dict[str, Any]]:
     """The JSON objects among lines, without those that a killed writer left incomplete."""
     for line in lines:
         with suppress(ValueError):
@@ -80,6 +80,15 @@ def read_json_object(path: str | Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError("this is not a JSON object", where=str(path))
     return value
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; empty if the file is missing or invalid, for example half written."""
+    try:
+        value = loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def toml_values(text: str) -> dict[str, Any]:

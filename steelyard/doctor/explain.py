@@ -17,6 +17,7 @@ from typing import IO, Any
 
 from steelyard.core import secrets
 from steelyard.core.errors import UserError
+from steelyard.core.printable import printable
 from steelyard.observe.known_errors import OVER, Explained, explain_line
 
 BLOCK = 1 << 20
@@ -30,19 +31,11 @@ IS_ERROR = re.compile(
     r"\b(\w*(Error|Exception)|error|fatal): |\b(ERROR|FATAL)\b|Segmentation fault|\bAborted\b"
     r"|: (command not found|No such file or directory|Permission denied)\s*$"
 )
+# Every match contains one of these, and a search for them is fifteen times faster.
 ERRORS = (
-    "Error: ",
-    "Exception: ",
-    "error: ",
-    "fatal: ",
-    "ERROR",
-    "FATAL",
-    "Segmentation fault",
-    "Aborted",
-    "command not found",
-    "No such file or directory",
-    "Permission denied",
-)
+    "Error: ", "Exception: ", "error: ", "fatal: ", "ERROR", "FATAL", "Segmentation fault", "Aborted",
+    "command not found", "No such file or directory", "Permission denied",
+)  # fmt: skip
 
 
 @dataclass
@@ -182,7 +175,7 @@ def _shown(text: str) -> str:
 
 def _printable(text: str) -> str:
     """The text without secrets and control characters."""
-    return secrets.scrub("".join(letter if letter.isprintable() else " " for letter in text).strip())
+    return secrets.scrub(printable(text).strip())
 
 
 def as_result(report: LogReport) -> dict[str, Any]:

@@ -16,7 +16,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-COLOURS = re.compile(r"\x1b\[[\d;]*[A-Za-z]")
+from steelyard.core.printable import without_control
+
 HELP = re.compile(r"(See|Run) .* --help")
 TIMED_OUT = 124  # as in timeout(1)
 WSL_PROGRAMS = "/usr/lib/wsl/lib"
@@ -41,7 +42,7 @@ class Answer:
         if self.code == TIMED_OUT and not self.err.strip():
             return "it timed out"
         for text in (self.err, self.out):
-            lines = [line.strip() for line in COLOURS.sub("", text).splitlines() if line.strip()]
+            lines = [line.strip() for line in without_control(text).splitlines() if line.strip()]
             informative = [line for line in lines if not HELP.match(line)] or lines
             if informative:
                 return informative[-1][:300]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from steelyard.core.console import console
+from steelyard.core.printable import printable
 from steelyard.doctor.checks import (
     all_reduce,
     external_programs,
@@ -55,9 +56,4 @@ def survey(
         except Exception as error:
             words = f"the check itself failed: {type(error).__name__}: {error}"
             findings.append(Finding(topic, "check", "warn", words, "this is a bug in steelyard; please report it"))
-    return [replace(finding, words=_plain(finding.words)) for finding in findings]
-
-
-def _plain(text: str) -> str:
-    """The text without control characters, which programs may print."""
-    return "".join(letter if letter.isprintable() else " " for letter in text)
+    return [replace(finding, words=printable(finding.words)) for finding in findings]

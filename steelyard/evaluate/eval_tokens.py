@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from steelyard.checkpoint.formats import CheckpointSource
+from steelyard.checkpoint.formats import CheckpointSource, SourceView
 from steelyard.checkpoint.formats.native import SteelyardSource
 from steelyard.core.errors import UserError
 from steelyard.core.run import MANIFEST
 from steelyard.core.safe_parse import read_json_object
-from steelyard.sparsity.pruned_source import SourceView
 from steelyard.text import download
 from steelyard.text.corpus import documents, named_files
 from steelyard.text.formats import format_of
@@ -103,7 +102,7 @@ def _forms(names: Iterable[str]) -> set[str]:
 def _trained_on(source: CheckpointSource) -> list[str]:
     """The names of a run's token files and of the texts they were made from, if known."""
     while isinstance(source, SourceView):
-        source = source.source
+        source = source.origin
     if not isinstance(source, SteelyardSource) or not (source.path.parent.parent / MANIFEST).is_file():
         return []
     names = []

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from steelyard.checkpoint import TensorShard, formats
-from steelyard.checkpoint.formats import CheckpointSource
+from steelyard.checkpoint.formats import CheckpointSource, SourceView
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
 from steelyard.core.recipe.finetune_section import AdapterSection, BasePrecision
@@ -132,33 +132,23 @@ def saved_precision(state: dict[str, Any]) -> BasePrecision | None:
     return BasePrecision(*state["base_precision"]) if "base_precision" in state else None
 
 
-class AdaptedSource(CheckpointSource):
+class AdaptedSource(SourceView):
     """A base with the adapters of a run merged."""
-
-    format = "steelyard"
 
     def __init__(
         self, adapters: CheckpointSource, origin: CheckpointSource, adapter: AdapterSection, keeps_zeros: bool
     ) -> None:
-        self.adapters, self.origin, self.adapter, self.keeps_zeros = adapters, origin, adapter, keeps_zeros
-        self.path, self.step, self.config, self.dtype = adapters.path, adapters.step, origin.config, torch.float32
-        self.layout, self.hf_metadata = adapters.layout, dict(origin.hf_metadata)
-        self.tokenizer_files = origin.tokenizer_files
+        super().__init__(origin)
+        self.adapters, self.adapter, self.keeps_zeros = adapters, adapter, keeps_zeros
+        self.format, self.path, self.dtype = adapters.format, adapters.path, torch.float32
+        self.step, self.layout = adapters.step, adapters.layout
         self.adapted = {name.rpartition(".")[0] for name in adapters.names() if is_adapter(name)}
         if not self.adapted:
             raise UserError(f"{adapters.path} contains no adapters")
 
-    def names(self) -> list[str]:
-        """Those of the base model."""
-        return self.origin.names()
-
-    def sizes(self) -> dict[str, tuple[int, ...]]:
-        """Those of the base model."""
-        return self.origin.sizes()
-
     def tensor(self, name: str) -> Tensor:
         """A tensor of the base, with its adapter merged if it has one."""
-        weight = self.origin.tensor(name)
+        weight = super().tensor(name)
         module = name.removesuffix(".weight")
         if module not in self.adapted:
             return weight

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from steelyard import checkpoint
-from steelyard.checkpoint.formats import CheckpointSource, open_source, safetensors
+from steelyard.checkpoint.formats import CheckpointSource, SourceView, open_source, safetensors
 from steelyard.checkpoint.formats.key_mapping import Entry, hugging_face
 from steelyard.checkpoint.formats.write import Target, convert
 from steelyard.core import files, sha256sums
@@ -101,7 +101,6 @@ def merge(model: str, adapter: str, out: Path) -> dict[str, Any]:
     origin = open_source(model)
     is_peft = (Path(adapter) / CONFIG).is_file()
     source = PeftSource(origin, Path(adapter)) if is_peft else of_run(Path(adapter), origin)
-    source.tokenizer, source.load_tokenizer = origin.tokenizer, origin.load_tokenizer  # type: ignore[method-assign]
     return convert(source, out, Target("hf", dtype=origin.dtype)) | {"adapted": len(source.adapted)}
 
 
@@ -167,15 +166,12 @@ class _PeftModule:
     rows: slice
 
 
-class PeftSource(CheckpointSource):
+class PeftSource(SourceView):
     """A base with a PEFT adapter merged."""
 
-    format = "hf"
-
     def __init__(self, origin: CheckpointSource, folder: Path) -> None:
-        self.origin, self.path, self.config, self.dtype = origin, folder, origin.config, torch.float32
-        self.layout, self.hf_metadata = origin.layout, dict(origin.hf_metadata)
-        self.tokenizer_files = origin.tokenizer_files
+        super().__init__(origin)
+        self.format, self.path, self.dtype = "hf", folder, torch.float32
         self.adapter_config = _config(folder / CONFIG)
         if not (folder / WEIGHTS).is_file():
             raise UserError(f"{folder} has no {WEIGHTS}", hint="adapters are read only from safetensors")
@@ -206,17 +202,9 @@ class PeftSource(CheckpointSource):
             self.adapted[name] = _PeftModule(module, slice(first, first + rows))
             first += rows
 
-    def names(self) -> list[str]:
-        """Those of the base model."""
-        return self.origin.names()
-
-    def sizes(self) -> dict[str, tuple[int, ...]]:
-        """Those of the base model."""
-        return self.origin.sizes()
-
     def tensor(self, name: str) -> Tensor:
         """A tensor of the base, with its adapter merged if it has one."""
-        weight = self.origin.tensor(name)
+        weight = super().tensor(name)
         adapted = self.adapted.get(name)
         if adapted is None:
             return weight

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from steelyard.checkpoint.formats import CheckpointSource
+from steelyard.checkpoint.formats import CheckpointSource, SourceView
 from steelyard.core.recipe.finetune_section import BasePrecision
 from steelyard.model.quantization import ShardExtent, dequantize, quantize, shard_of
 from steelyard.model.quantized_weight import QuantizedWeight
@@ -40,26 +40,16 @@ def load_quantized(source: CheckpointSource, engine: Engine, stored: BasePrecisi
                 magnitude.tensor.copy_(norms[magnitude.rows.start : magnitude.rows.stop])
 
 
-class QuantizedSource(CheckpointSource):
+class QuantizedSource(SourceView):
     """A base whose matrices have the values that the layers of a QLoRA run compute with."""
 
     def __init__(self, origin: CheckpointSource, stored: BasePrecision) -> None:
-        self.origin, self.stored, self.format, self.path = origin, stored, origin.format, origin.path
-        self.config, self.dtype = origin.config, torch.float32
-        self.layout, self.hf_metadata = origin.layout, origin.hf_metadata
-        self.tokenizer, self.tokenizer_files = origin.tokenizer, origin.tokenizer_files
-
-    def names(self) -> list[str]:
-        """Those of the base."""
-        return self.origin.names()
-
-    def sizes(self) -> dict[str, tuple[int, ...]]:
-        """Those of the base."""
-        return self.origin.sizes()
+        super().__init__(origin)
+        self.stored, self.dtype = stored, torch.float32
 
     def tensor(self, name: str) -> Tensor:
         """A tensor of the base; a matrix of a layer quantized and dequantized."""
-        whole = self.origin.tensor(name)
+        whole = super().tensor(name)
         if not name.startswith("layers.") or whole.ndim != 2:
             return whole
         rows, columns = whole.shape

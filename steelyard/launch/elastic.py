@@ -24,9 +24,10 @@ from pathlib import Path
 from steelyard.core import files
 from steelyard.core.console import console
 from steelyard.core.errors import Interrupted, RuntimeFailure, SteelyardError
+from steelyard.core.file_tail import last_lines
 from steelyard.core.recipe import load_recipe, to_toml
 from steelyard.core.run import METRICS
-from steelyard.core.safe_parse import loads
+from steelyard.core.safe_parse import json_objects
 from steelyard.launch import backends, disk_errors, elastic_job, heartbeat, lock_wait, node_end
 from steelyard.launch.elastic_attempt import Attempt
 from steelyard.launch.elastic_job import SUBMITTED, Node
@@ -42,7 +43,6 @@ SECONDS_BETWEEN_PLANS = 5.0
 LOST_AFTER = 12.0  # seconds without a heartbeat
 SECONDS_TO_NOTICE = 12.0  # from the first rank that lost others until all must have ended
 MOST_IN_VAIN = 10  # attempts in a row that end before their first step
-LONGEST_RECORD = 16 << 10  # bytes
 MOST_LOSSES = 3  # of one node, which is then used only if the run could not continue without it
 
 
@@ -259,16 +259,8 @@ def newest_checkpoint(run: Path) -> int:
 
 def last_record(run: Path) -> float:
     """When the last step was recorded; 0 if none was."""
-    try:
-        with open(run / METRICS, "rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - LONGEST_RECORD))
-            lines = file.read().splitlines()
-    except OSError:
-        return 0.0
-    for line in reversed(lines):
-        with suppress(ValueError, TypeError, AttributeError):
-            return float(loads(line.decode()).get("time", 0.0))
-    return 0.0
+    last = list(json_objects(last_lines(run / METRICS, 2)))[-1:]  # A torn line may follow it.
+    return float(last[0].get("time", 0.0)) if last else 0.0
 
 
 def _drained(run: Path, names: Sequence[str] | dict[str, subprocess.Popen[bytes]]) -> dict[str, str]:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from steelyard.core import files
-from steelyard.core.safe_parse import loads
+from steelyard.core.safe_parse import read_object
 
 ERROR_FILE = "STEELYARD_ERROR_FILE"
 
@@ -39,6 +39,6 @@ def leave(path: Path, record: ErrorRecord) -> None:
 def find(path: Path) -> ErrorRecord | None:
     """The record that a rank wrote, or None."""
     try:
-        return ErrorRecord(**loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+        return ErrorRecord(**read_object(path))
+    except TypeError:  # There is no complete record.
         return None

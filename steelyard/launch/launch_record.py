@@ -204,34 +204,3 @@ def _differs(before: Record | None, after: Record) -> bool:
     """Whether anything except the elapsed time changed."""
     steady = ("state", "reason", "nodes", "exit_code", "time_limit", "restarts", "missing")
     return before is None or any(before.get(key) != after.get(key) for key in steady)
-
-
-def runs(folder: Path) -> Iterator[Path]:
-    """The runs under a folder, each with a manifest or a launch, newest last."""
-    try:
-        found = [path for path in folder.iterdir() if (path / LAUNCH).is_file() or (path / MANIFEST).is_file()]
-    except OSError:
-        return
-    yield from sorted(found, key=_age)
-
-
-def _age(path: Path) -> tuple[float, str]:
-    first = path / LAUNCH
-    try:
-        return (first if first.is_file() else path / MANIFEST).stat().st_mtime, path.name
-    except OSError:
-        return 0.0, path.name
-
-
-def find(word: str | Path, folder: Path = Path("runs")) -> Path:
-    """The run for a folder, the name of a folder under `runs/`, or a job id."""
-    for candidate in (Path(word), folder / word):
-        if (candidate / LAUNCH).is_file() or (candidate / MANIFEST).is_file():
-            return candidate
-    matching = [path for path in runs(folder) if (launch := read(path)) and launch.owns(str(word))]
-    if matching:
-        return matching[-1]
-    raise UserError(
-        f"{word} is not a run: it is not a run folder, and no run under {folder} has the job {word}",
-        hint="steelyard list shows all runs",
-    )

@@ -7,12 +7,13 @@ Output of ranks is not trusted: control characters, which could rewrite the term
 from __future__ import annotations
 
 import math
-import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from steelyard.core.errors import UserError
+from steelyard.core.file_tail import last_lines
+from steelyard.core.printable import without_control
 from steelyard.core.safe_parse import loads
 from steelyard.launch import backends, launch_record
 
@@ -22,10 +23,8 @@ PRINTED = (
     "err",
     "log",
 )  # A `.log` belongs to the launcher. It is the only log of a job that fails before its ranks start.
-BYTES_TO_LOOK_BACK = 1 << 18
 SECONDS_BETWEEN_LOOKS = 0.5
 SECONDS_BETWEEN_QUESTIONS = 3.0  # between queries of the scheduler whether the run is over
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def paths(run: Path, node: str | None = None, stream: str | None = None) -> list[Path]:
@@ -49,24 +48,13 @@ def sizes(found: list[Path]) -> dict[Path, int]:
 
 def tail(path: Path, lines: int, size: int | None = None) -> list[str]:
     """The last lines of a log, or of its first `size` bytes. Reads only the end of the file."""
-    with open(path, "rb") as file:
-        size = file.seek(0, 2) if size is None else size
-        file.seek(max(0, size - BYTES_TO_LOOK_BACK))
-        text = file.read(size - file.tell()).decode("utf-8", errors="replace")
-    lines_read = text.splitlines()
-    if size > BYTES_TO_LOOK_BACK and len(lines_read) > 1:
-        lines_read = lines_read[1:]  # The first line is incomplete.
-    return [line for each in lines_read[-lines:] for line in shown(each, path.suffix)] if lines else []
+    path.open("rb").close()  # Raises if the log cannot be read.
+    return [line for each in last_lines(path, lines, size) for line in shown(each, path.suffix)]
 
 
 def shown(line: str, suffix: str) -> list[str]:
     """A line as it is safe to print on a terminal; a sample becomes one line per device."""
-    return [clean(each) for each in (devices(line) if suffix == ".gpu" else [line])]
-
-
-def clean(line: str) -> str:
-    """The line with control characters replaced."""
-    return _CONTROL.sub("?", line.rstrip("\n"))
+    return [without_control(each, "?") for each in (devices(line) if suffix == ".gpu" else [line])]
 
 
 def devices(line: str) -> list[str]:

@@ -32,7 +32,7 @@ from typing import Any
 from steelyard.core import secrets
 from steelyard.core.console import LOGGED, console
 from steelyard.core.errors import Interrupted, SteelyardError
-from steelyard.core.host import die_with_parent, usable_cpus
+from steelyard.core.host import die_with_parent
 from steelyard.launch import backends, node_end, rendezvous_file, site_environment, torchrun_ipc
 from steelyard.launch.backends import Place
 from steelyard.launch.error_file import ERROR_FILE
@@ -41,7 +41,7 @@ from steelyard.launch.heartbeat import Heartbeat
 from steelyard.launch.log_capture import LogFile, PipeReader
 from steelyard.launch.node_end import NodeEnd
 from steelyard.launch.root_cause import RankExit, find_root_cause, is_own_failure, only_noticed
-from steelyard.launch.spawn import SAME_REQUEST_SECONDS, Rank, signals, watch
+from steelyard.launch.spawn import SAME_REQUEST_SECONDS, Rank, rank_environment, signals, watch
 from steelyard.launch.verdict_watch import notifying
 from steelyard.parallel.rendezvous import RDZV_ID
 
@@ -265,14 +265,11 @@ def _parents() -> dict[int, int]:
 
 
 def _environment(place: NodeRanks, rank: int, where: dict[str, str]) -> dict[str, str]:
-    """What torchrun would set, but MASTER_PORT only if `--port` is given. Drops variables of an outer launcher."""
-    outer = ("TORCHELASTIC_", "MASTER_PORT")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(outer)}
-    threads = max(1, len(usable_cpus()) // place.count)
-    return {"OMP_NUM_THREADS": str(threads)} | kept | {
+    """What torchrun would set, but MASTER_PORT only if `--port` is given."""
+    return rank_environment(place.count, where | {
         "RANK": str(rank), "WORLD_SIZE": str(place.world),
         "LOCAL_RANK": str(rank - place.first), "LOCAL_WORLD_SIZE": str(place.count),
-    } | where  # fmt: skip
+    })  # fmt: skip
 
 
 def report(ends: list[RankExit], last: dict[int, list[str]], hung: list[int], was_asked: bool, log: LogFile) -> int:

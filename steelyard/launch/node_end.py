@@ -18,7 +18,7 @@ from pathlib import Path
 
 from steelyard.core import files
 from steelyard.core.errors import Interrupted
-from steelyard.core.safe_parse import loads
+from steelyard.core.safe_parse import read_object
 from steelyard.launch.launch_record import FOLDER
 
 REQUEST, END, CLOCK = "request-", "end-", "clock"
@@ -93,6 +93,6 @@ def write(run: Path, attempt: str, node: str, end: NodeEnd) -> None:
 def read(run: Path, attempt: str, node: str) -> NodeEnd | None:
     """How a node ended; None if it has not ended."""
     try:
-        return NodeEnd(**loads((run / FOLDER / f"{END}{attempt}-{node}").read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+        return NodeEnd(**read_object(run / FOLDER / f"{END}{attempt}-{node}"))
+    except TypeError:  # There is no complete record.
         return None

@@ -26,7 +26,7 @@ from typing import Any
 
 from steelyard.core import files
 from steelyard.core.errors import RuntimeFailure
-from steelyard.core.safe_parse import loads
+from steelyard.core.safe_parse import read_object
 from steelyard.launch.backends import Place
 from steelyard.launch.launch_record import FOLDER
 
@@ -131,8 +131,5 @@ def _list_folder(folder: Path) -> set[str]:
 
 
 def _read(path: Path, *keys: str) -> dict[str, Any] | None:
-    try:
-        found = loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) and set(keys) <= found.keys() else None
+    found = read_object(path)
+    return found if set(keys) <= found.keys() else None

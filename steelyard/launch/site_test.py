@@ -8,7 +8,7 @@ from typing import Any
 
 from steelyard.core.console import console
 from steelyard.core.recipe.site_section import SiteSection
-from steelyard.core.safe_parse import loads
+from steelyard.core.safe_parse import json_objects
 from steelyard.launch import backends, launch_record, log_reader
 from steelyard.launch.backends import ENDED, JobState
 from steelyard.launch.submit import SubmitRequest, submit
@@ -76,11 +76,7 @@ def _wait(run: Path, job: str, patience: float) -> tuple[JobState | None, str]:
 def _facts(run: Path) -> dict[str, Any] | None:
     """What the node reported."""
     for path in sorted((run / "logs").glob("*.out")):
-        for line in log_reader.tail(path, 100):
-            try:
-                value = loads(line)
-            except ValueError:
-                continue
-            if isinstance(value, dict) and {"host", "verdict"} <= value.keys():
+        for value in json_objects(log_reader.tail(path, 100)):
+            if {"host", "verdict"} <= value.keys():
                 return value
     return None

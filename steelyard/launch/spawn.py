@@ -22,6 +22,7 @@ from types import FrameType
 from typing import Any
 
 from steelyard.core.console import console
+from steelyard.core.file_tail import last_lines
 from steelyard.core.host import die_with_parent, usable_cpus
 from steelyard.launch.error_file import ERROR_FILE, find
 from steelyard.launch.root_cause import RankExit, find_root_cause
@@ -41,7 +42,11 @@ def run(command: Sequence[str], nproc: int) -> int:
         ranks: list[Rank] = []
         try:
             for rank in range(nproc):
-                environment = _environment(rank, nproc, rdzv_id=folder)
+                # What torchrun would set, except the port, which rank 0 binds.
+                environment = rank_environment(nproc, {
+                    "RANK": str(rank), "WORLD_SIZE": str(nproc), "LOCAL_RANK": str(rank),
+                    "LOCAL_WORLD_SIZE": str(nproc), "MASTER_ADDR": "127.0.0.1", RDZV_ID: folder,
+                })  # fmt: skip
                 ranks.append(Rank(command, rank, environment, Path(folder), keep_output=rank > 0))
             hung = watch(ranks, stop_signals)
         finally:
@@ -146,21 +151,18 @@ def _report(ranks: list[Rank], hung: list[int], was_asked: bool, debug: bool) ->
         return 0
     console.error(cause.message)
     if cause.rank and (debug or not cause.has_words):
-        text = ranks[cause.rank].output.read_text(encoding="utf-8", errors="replace").strip()
-        if text:
-            console.say("\n".join(["  its last lines:", *(f"  | {line}" for line in text.splitlines()[-20:])]))
+        lines = last_lines(ranks[cause.rank].output, 20)
+        if any(map(str.strip, lines)):
+            console.say("\n".join(["  its last lines:", *(f"  | {line}" for line in lines)]))
     return cause.exit_code
 
 
-def _environment(rank: int, nproc: int, rdzv_id: str) -> dict[str, str]:
-    """What torchrun would set, except the port, which rank 0 binds. Drops the variables of an outer torchrun."""
-    outer = ("TORCHELASTIC_", "MASTER_PORT")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(outer)}
-    threads = max(1, len(usable_cpus()) // nproc)
-    return {"OMP_NUM_THREADS": str(threads)} | environment | {
-        "RANK": str(rank), "WORLD_SIZE": str(nproc), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(nproc),
-        "MASTER_ADDR": "127.0.0.1", RDZV_ID: rdzv_id,
-    }  # fmt: skip
+def rank_environment(ranks: int, variables: dict[str, str]) -> dict[str, str]:
+    """The environment of one of the ranks of this host: the given variables instead of those of an outer launcher."""
+    outer = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+    kept = {name: each for name, each in os.environ.items() if not (name in outer or name.startswith("TORCHELASTIC_"))}
+    threads = max(1, len(usable_cpus()) // ranks)  # torchrun would set 1.
+    return {"OMP_NUM_THREADS": str(threads)} | kept | variables
 
 
 @contextmanager

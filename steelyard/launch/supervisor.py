@@ -26,7 +26,7 @@ from steelyard.core import files
 from steelyard.core.errors import Interrupted, UserError
 from steelyard.core.host import die_with_parent
 from steelyard.core.run import now
-from steelyard.core.safe_parse import loads
+from steelyard.core.safe_parse import read_object
 from steelyard.launch.backends import JobState, Record, neutral
 from steelyard.launch.launch_record import FOLDER, Launch
 from steelyard.launch.rendezvous_file import STOPPED
@@ -73,11 +73,8 @@ def is_alive(process: dict[str, Any]) -> bool | None:
 
 def ended(run: Path) -> dict[str, Any] | None:
     """How a supervisor ended; None if it has not ended."""
-    try:
-        found = loads((run / FOLDER / ENDED).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return neutral(found) if isinstance(found, dict) and {"state", "exit_code", "elapsed"} <= found.keys() else None
+    found = read_object(run / FOLDER / ENDED)
+    return neutral(found) if {"state", "exit_code", "elapsed"} <= found.keys() else None
 
 
 def note_end(run: Path, state: str, code: int, elapsed: int | None) -> None:

@@ -10,7 +10,6 @@ kernel kills torchrun, the node agents and the ranks.
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 import socket
 import subprocess
@@ -23,11 +22,12 @@ from tempfile import TemporaryDirectory
 
 from steelyard.core import secrets
 from steelyard.core.errors import RuntimeFailure
-from steelyard.core.host import die_with_parent, usable_cpus
+from steelyard.core.file_tail import last_lines
+from steelyard.core.host import die_with_parent
 from steelyard.launch import site_environment, torchrun_ipc
 from steelyard.launch.log_capture import LogFile
 from steelyard.launch.node_agent import report
-from steelyard.launch.spawn import SAME_REQUEST_SECONDS, SECONDS_TO_END, SECONDS_TO_NOTICE, signals
+from steelyard.launch.spawn import SAME_REQUEST_SECONDS, SECONDS_TO_END, SECONDS_TO_NOTICE, rank_environment, signals
 
 SECONDS_BETWEEN_LOOKS = 0.05
 LINES_SHOWN = 20
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
         with open(folder / "torchrun.log", "wb") as log:
             child = subprocess.Popen(
                 options.command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-                env=_environment(folder, options.ranks), preexec_fn=die_with_parent(),
+                env=rank_environment(options.ranks, {torchrun_ipc.FOLDER: str(folder)}), preexec_fn=die_with_parent(),
             )  # fmt: skip
         stack.callback(child.wait)
         stack.callback(child.kill)
@@ -59,16 +59,6 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     options.command = options.command[1:]  # after `--`
     return options
-
-
-def _environment(folder: Path, ranks: int) -> dict[str, str]:
-    """The environment without variables of an outer torchrun. torchrun itself would give each rank one thread."""
-    outer = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
-    for name in outer:
-        environment.pop(name, None)
-    threads = max(1, len(usable_cpus()) // ranks)
-    return {"OMP_NUM_THREADS": str(threads)} | environment | {torchrun_ipc.FOLDER: str(folder)}
 
 
 def _forward_signals(child: subprocess.Popen[bytes], folder: Path, stop_signals: list[int]) -> None:
@@ -102,7 +92,7 @@ def _report(child: subprocess.Popen[bytes], folder: Path, options: argparse.Name
 
 def _report_torchrun(code: int, folder: Path, log: LogFile) -> int:
     """torchrun failed before any rank ended: its own output is the only information."""
-    last = (folder / "torchrun.log").read_text(encoding="utf-8", errors="replace").splitlines()[-LINES_SHOWN:]
+    last = last_lines(folder / "torchrun.log", LINES_SHOWN)
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     for line in map(secrets.scrub, (f"error: torchrun {how} before any rank did", *(f"  | {line}" for line in last))):
         log.add(line)

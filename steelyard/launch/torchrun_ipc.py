@@ -21,7 +21,7 @@ from pathlib import Path
 from steelyard.core import files
 from steelyard.core.errors import Interrupted
 from steelyard.core.host import die_with_parent
-from steelyard.core.safe_parse import loads
+from steelyard.core.safe_parse import read_object
 from steelyard.launch.error_file import ErrorRecord
 from steelyard.launch.root_cause import RankExit
 
@@ -83,9 +83,8 @@ def leave(end: RankExit, is_hung: bool, last: list[str]) -> int:
 
 def found(folder: Path, rank: int) -> RankReport | None:
     """What the node agent of a rank wrote; None if it was killed before."""
-    try:
-        value = loads((folder / f"end-{rank}.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    value = read_object(folder / f"end-{rank}.json")
+    if not value:
         return None
     words = None if value["words"] is None else ErrorRecord(**value["words"])
     end = RankExit(value["rank"], value["code"], value["at"], frozenset(value["sent"]), words)

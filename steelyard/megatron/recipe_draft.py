@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+from steelyard.core.printable import printable
 from steelyard.core.recipe import to_toml
 from steelyard.megatron.cli_args import Given
 
@@ -90,7 +91,7 @@ class Draft:
         lines, section = [f"# {line}" for line in head], ""
         for line in plain.splitlines():
             reason = self.assumed.get(f"{section}.{line.partition(' = ')[0]}", "")
-            lines.append(f"{line}  # {_printable(reason)}" if reason and " = " in line else line)
+            lines.append(f"{line}  # {printable(reason)}" if reason and " = " in line else line)
             if header := re.fullmatch(r"\[(.+)\]", line):
                 section = header.group(1)
                 lines += [_comment(key, *why) for key, why in self.unsound.items() if key.partition(".")[0] == section]
@@ -100,12 +101,7 @@ class Draft:
 def _comment(key: str, value: Any, reason: str) -> str:
     """An unsound key as a comment on one line."""
     text = "?" if value is None else json.dumps(value, default=str)
-    return f"# {key.partition('.')[2]} = {text}  # QUESTION: {_printable(reason)}"
-
-
-def _printable(text: str) -> str:
-    """Text for a comment, which must be one line without control characters."""
-    return "".join(character if character.isprintable() else " " for character in text)
+    return f"# {key.partition('.')[2]} = {text}  # QUESTION: {printable(reason)}"
 
 
 def _name_first(section: dict[str, Any]) -> dict[str, Any]:

@@ -25,10 +25,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from steelyard.core.file_tail import last_lines
 from steelyard.core.run import SESSIONS
 from steelyard.core.safe_parse import json_objects
 from steelyard.observe.host_logs import is_number
-from steelyard.observe.run_files import last_lines
 from steelyard.observe.run_state import RunState, seconds_of
 
 MOST_ATTEMPTS, MOST_MARKERS = 200, 500

@@ -12,6 +12,8 @@ from __future__ import annotations
 import re
 from collections import deque
 
+from steelyard.core.printable import without_control
+
 # Every error contains one of these. Searching a whole chunk for them is ten times faster than a regex per line.
 _SIGNS = (
     b"rror", b"xception", b"raceback", b"tion fault", b"core dumped", b"illed", b"ut of memory", b"ut-of-memory",
@@ -171,14 +173,8 @@ def is_lost_peer(text: str) -> bool:
     return any(sign in text for sign in signs)
 
 
-_CONTROL = re.compile(
-    r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)"
-    r"|[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
-)
-
-
 def clean(line: bytes | str) -> str:
     """A log line without terminal control sequences; for a progress bar, its last state."""
     text = line[-65536:].decode("utf-8", "replace") if isinstance(line, bytes) else line
     text = text.rstrip("\r\n").rpartition("\r")[2]
-    return _CONTROL.sub("", text).expandtabs(4)
+    return without_control(text).expandtabs(4)

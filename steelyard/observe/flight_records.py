@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from steelyard.core.safe_parse import read_object
 from steelyard.observe.host_logs import is_number
 from steelyard.observe.rules import some
-from steelyard.observe.run_files import listed, read_object
+from steelyard.observe.run_files import listed
 
 FLIGHT = "flight"
 MOST_RANKS, MOST_BYTES = 4096, 1 << 20

@@ -7,8 +7,9 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
+from steelyard.core.safe_parse import json_objects
 from steelyard.observe.error_scan import ErrorScan, clean
-from steelyard.observe.tail import Tail, records
+from steelyard.observe.tail import Tail
 
 KEPT_SAMPLES, KEPT_LINES = 60, 12
 NUMBERS = ("temperature", "utilisation", "memory_used", "memory_total", "power")  # of a device
@@ -82,7 +83,7 @@ class GpuSamples:
         new, is_new = self.tail.lines()
         if is_new:
             self.samples.clear()
-        self.samples.extend(map(_sample, (one for one in records(new[-KEPT_SAMPLES:]) if is_number(one.get("time")))))
+        self.samples.extend(_sample(each) for each in json_objects(new[-KEPT_SAMPLES:]) if is_number(each.get("time")))
 
     @property
     def last(self) -> dict[str, Any]:

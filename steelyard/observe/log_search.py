@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from steelyard.core import secrets
+from steelyard.core.file_tail import end_of
 from steelyard.observe.error_scan import clean
 from steelyard.observe.run_files import listed
 from steelyard.observe.run_state import LOGS
@@ -35,7 +36,10 @@ def search(run: Path, host: str, wanted: str = "", stream: str = "") -> dict[str
 
 
 def _one(path: Path, wanted: str) -> dict[str, Any]:
-    data, size = _end(path)
+    try:
+        data, size = end_of(path, MOST_BYTES)
+    except OSError:
+        data, size = b"", 0
     lines = data.decode("utf-8", errors="replace").split("\n")
     if size > len(data):
         lines = lines[1:]  # incomplete
@@ -51,13 +55,3 @@ def _one(path: Path, wanted: str) -> dict[str, Any]:
         "found": len(found) if wanted else None,
         "is_all": len(matching) <= MOST_CHECKED,
     }
-
-
-def _end(path: Path) -> tuple[bytes, int]:
-    try:
-        with open(path, "rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(0, size - MOST_BYTES))
-            return file.read(MOST_BYTES), size
-    except OSError:
-        return b"", 0

@@ -27,8 +27,8 @@ from typing import Any
 from steelyard.core import files
 from steelyard.core.console import console
 from steelyard.core.recipe import Recipe
+from steelyard.core.safe_parse import read_object
 from steelyard.observe.attempts import VERDICTS
-from steelyard.observe.run_files import read_object
 
 REPORTED, LOCK = "verdict.json", "verdict.lock"
 SECONDS_TO_ANSWER = 30.0

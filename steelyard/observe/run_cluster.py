@@ -6,7 +6,7 @@ from pathlib import Path
 
 from steelyard.core.errors import UserError
 from steelyard.core.run import Run
-from steelyard.observe.run_files import read_object
+from steelyard.core.safe_parse import read_object
 from steelyard.planning import cluster as clusters
 from steelyard.planning.cluster import Cluster
 from steelyard.sizes.gpu_catalogue import by_name

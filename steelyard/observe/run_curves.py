@@ -21,10 +21,11 @@ import numpy as np
 import numpy.typing as npt
 
 from steelyard.core.run import MANIFEST, METRICS
+from steelyard.core.safe_parse import json_objects, read_object
 from steelyard.observe.host_logs import is_number
-from steelyard.observe.run_files import listed, read_object
+from steelyard.observe.run_files import listed
 from steelyard.observe.run_state import LOGS, seconds_of
-from steelyard.observe.tail import Tail, records
+from steelyard.observe.tail import Tail
 
 MOST_POINTS = 4000  # per curve; a longer one keeps the lowest and the highest point of each interval
 MOST_HOSTS = 16
@@ -112,7 +113,7 @@ class RunCurves:
         if is_new:
             self._columns.clear()
             self._moments.clear()
-        for record in records(lines):
+        for record in json_objects(lines):
             if type(record.get("step")) is int:
                 self._add(record)
         paths = listed(self.path / LOGS, ".gpu")
@@ -122,7 +123,7 @@ class RunCurves:
             lines, is_new = tail.lines()
             if is_new:
                 columns.clear()
-            for sample in records(lines):
+            for sample in json_objects(lines):
                 _add_sample(columns, sample)
         return self
 

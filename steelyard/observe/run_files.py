@@ -1,4 +1,4 @@
-"""Reads small files of a run folder, which may be missing, truncated or invalid."""
+"""Lists the files of a run folder, which may be missing."""
 
 from __future__ import annotations
 
@@ -6,31 +6,6 @@ import contextlib
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
-
-from steelyard.core.safe_parse import loads
-
-MAX_TAIL_BYTES = 1 << 16
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; empty if the file is missing or invalid."""
-    try:
-        value = loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
-def last_lines(path: Path, count: int) -> list[str]:
-    """The last lines of a text file; reads at most `MAX_TAIL_BYTES`."""
-    try:
-        with open(path, "rb") as file:
-            file.seek(0, 2)
-            file.seek(max(0, file.tell() - MAX_TAIL_BYTES))
-            return file.read().decode("utf-8", errors="replace").splitlines()[-count:]
-    except OSError:
-        return []
 
 
 def listed(folder: Path, *suffixes: str) -> list[Path]:

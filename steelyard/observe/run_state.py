@@ -18,6 +18,7 @@ from typing import Any
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe, load_recipe
 from steelyard.core.run import LOCK, MANIFEST, METRICS, RECIPE
+from steelyard.core.safe_parse import json_objects
 from steelyard.launch import backends, heartbeat
 from steelyard.launch.backends import ENDED, WAITING, JobState
 from steelyard.launch.elastic_job import ATTEMPTS
@@ -25,7 +26,7 @@ from steelyard.observe.error_scan import ErrorScan
 from steelyard.observe.host_logs import GpuSamples, HostLog, is_number
 from steelyard.observe.run_files import listed
 from steelyard.observe.step_times import StepTimes
-from steelyard.observe.tail import CachedJson, Tail, records
+from steelyard.observe.tail import CachedJson, Tail
 
 LAUNCH, SCHEDULER, HOSTS, LOGS = "launch.json", "scheduler.jsonl", "hosts", "logs"
 LAUNCHED = "launch"  # folder with the submitted recipe
@@ -82,14 +83,14 @@ class RunState:
         if is_new:
             self.metrics.clear()
             self.step_times = StepTimes()
-        new = [record for record in records(lines) if isinstance(record.get("step"), int)]
+        new = [record for record in json_objects(lines) if isinstance(record.get("step"), int)]
         self.metrics.extend(new)
         self.step_times.add(new)
         lines, is_new = self._scheduler.lines()
         if is_new:
             self.scheduler.clear()
-        self.scheduler.extend(backends.neutral(record) for record in records(lines))
-        self.attempts.extend(records(self._attempts.lines()[0]))
+        self.scheduler.extend(backends.neutral(record) for record in json_objects(lines))
+        self.attempts.extend(json_objects(self._attempts.lines()[0]))
         self._refresh_hosts()
         self._refresh_logs()
         self.beats = heartbeat.beats(self.path)

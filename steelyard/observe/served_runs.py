@@ -11,7 +11,8 @@ from typing import Any
 
 from steelyard.core.errors import UserError
 from steelyard.core.run import Run
-from steelyard.observe import find_runs, log_search
+from steelyard.launch import find_runs
+from steelyard.observe import log_search
 from steelyard.observe.report.pipeline_section import timeline_data
 from steelyard.observe.report.recipe_section import differences
 from steelyard.observe.run_curves import RunCurves

@@ -7,8 +7,6 @@ as new.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -92,15 +90,6 @@ class Tail:
         if begin + len(data) >= end or not data:
             self.gaps.pop(0)
         return data, begin
-
-
-def records(lines: list[bytes]) -> Iterator[dict[str, Any]]:
-    """The JSON objects among the lines. Other lines are skipped, such as one truncated by a killed writer."""
-    for line in lines:
-        with contextlib.suppress(ValueError, RecursionError):
-            record = loads(line)
-            if isinstance(record, dict):
-                yield record
 
 
 class CachedJson:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from steelyard.checkpoint.formats import CheckpointSource, open_source
+from steelyard.checkpoint.formats import CheckpointSource, SourceView, open_source
 from steelyard.checkpoint.formats.huggingface import tokenizer_files, tokenizer_in
 from steelyard.core.console import console
 from steelyard.core.errors import UserError
@@ -15,36 +15,8 @@ from steelyard.sparsity import frozen_base
 from steelyard.sparsity.layerwise import LayerOnDevice
 from steelyard.sparsity.mask_file import MaskFile
 from steelyard.sparsity.mask_sources import MaskedCheckpoint, Masks, masked_checkpoint
-from steelyard.text.tokenizer import Tokenizer
 
 DENSE = "none"  # The value of `--mask` that leaves out a model's masks.
-
-
-class SourceView(CheckpointSource):
-    """A view of another source, unchanged."""
-
-    def __init__(self, source: CheckpointSource) -> None:
-        self.source = source
-        self.format, self.path, self.config, self.dtype = source.format, source.path, source.config, source.dtype
-        self.step, self.layout, self.hf_metadata = source.step, source.layout, source.hf_metadata
-        self.tokenizer, self.tokenizer_files = source.tokenizer, source.tokenizer_files
-
-    def names(self) -> list[str]:
-        """The same as in the source."""
-        return self.source.names()
-
-    def sizes(self) -> dict[str, tuple[int, ...]]:
-        """The same as in the source."""
-        return self.source.sizes()
-
-    def tensor(self, name: str) -> Tensor:
-        """The same as in the source."""
-        return self.source.tensor(name)
-
-    def load_tokenizer(self) -> Tokenizer:
-        """The source's tokenizer (in a GGUF it is not a file of its own), or another one that was set."""
-        is_set = self.tokenizer is not None and self.tokenizer != self.source.tokenizer
-        return super().load_tokenizer() if is_set else self.source.load_tokenizer()
 
 
 class MaskedSource(SourceView):

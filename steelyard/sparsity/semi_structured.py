@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from steelyard.checkpoint.formats import CheckpointSource, row_scales
+from steelyard.checkpoint.formats import CheckpointSource, SourceView, row_scales
 from steelyard.checkpoint.formats.compressed_tensors import (
     INDICES,
     NONZEROS,
@@ -35,7 +35,7 @@ from steelyard.core.errors import UserError
 from steelyard.sparsity.calibration import Calibration, Windows, windows_of
 from steelyard.sparsity.layerwise import CPU, LayerOnDevice, Task, pruned_layers
 from steelyard.sparsity.patterns import Pattern
-from steelyard.sparsity.pruned_source import PartlyPrunedSource, SourceView
+from steelyard.sparsity.pruned_source import PartlyPrunedSource
 from steelyard.training.device import dtype_for
 
 BLOCK_WORDS, BLOCK_GROUPS = 16, 128
@@ -226,9 +226,9 @@ def _calibrated(
     view: CompressedView, tokens: Windows, value_format: ValueFormat, device: torch.device
 ) -> Iterator[LayerOnDevice]:
     """The layers with the weights that 8-bit values represent."""
-    dtype = dtype_for("auto", view.source, device)
+    dtype = dtype_for("auto", view.origin, device)
     task = Task("magnitude", PATTERN, view.compressed, device=device, dtype=dtype, value_format=value_format)
-    for layer in pruned_layers(view.source, task, tokens.tokens_BL):
+    for layer in pruned_layers(view.origin, task, tokens.tokens_BL):
         error = layer.error()
         shown = "unknown" if error is None else f"{error:.6f}"
         console.say(f"layer {layer.number:3d}  error {shown}  {layer.seconds:.2f} s")

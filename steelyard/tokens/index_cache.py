@@ -33,7 +33,7 @@ import numpy.typing as npt
 
 from steelyard.core import files
 from steelyard.core.console import console
-from steelyard.core.safe_parse import loads
+from steelyard.core.safe_parse import read_object
 from steelyard.tokens import index_maps
 from steelyard.tokens.index_maps import IndexMaps
 
@@ -99,11 +99,8 @@ def _find(request: IndexRequest, folder: str | None, fits: Callable[[IndexMaps],
 
 
 def _describes(path: Path, request: IndexRequest) -> bool:
-    try:
-        written = loads(path.read_text(encoding="utf-8"))
-        return all(written.get(key) == value for key, value in asdict(request).items())
-    except (OSError, ValueError, AttributeError):
-        return False
+    written = read_object(path)
+    return all(written.get(key) == value for key, value in asdict(request).items())
 
 
 def _loaded(paths: list[Path]) -> IndexMaps | None:

@@ -9,7 +9,6 @@ order, so the result does not depend on the number of workers or on how often th
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 from collections import deque
@@ -26,6 +25,7 @@ import numpy as np
 from steelyard.core import files
 from steelyard.core.console import console
 from steelyard.core.errors import Interrupted, RuntimeFailure, UserError
+from steelyard.core.safe_parse import read_object
 from steelyard.core.units import count
 from steelyard.text import tokenizer as tokenizers
 from steelyard.text.corpus import (
@@ -215,8 +215,4 @@ def _part(folder: Path, number: int, key: str, kind: str) -> Path:
 
 
 def _finished(job: TokenizeJob, number: int) -> dict[str, Any] | None:
-    try:
-        counts: dict[str, Any] = json.loads((job.folder / f"{number:08d}.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return counts
+    return read_object(job.folder / f"{number:08d}.json") or None

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from steelyard.core.recipe import Recipe
-from steelyard.training.loss_scaler import SMALLEST, LossScale
 from steelyard.training.lr_schedule import TrainProgress
 
 WINDOW = 100
+SMALLEST = 1.0  # loss scale
 
 
 @dataclass
@@ -49,6 +49,27 @@ class Counters:
         """Progress of the learning-rate schedule after one more step."""
         samples = self.schedule_samples + batch
         return TrainProgress(self.schedule_steps + 1, samples, samples * sequence_length)
+
+
+@dataclass
+class LossScale:
+    """The factor on the loss, since small fp16 gradients underflow; 1 except for fp16.
+
+    It is halved when a step overflows, and doubled after `window` good steps.
+    """
+
+    scale: float
+    window: int
+    good_steps: int = 0
+
+    def after(self, overflowed: bool) -> None:
+        """Update the scale after a step."""
+        if overflowed:
+            self.scale, self.good_steps = max(SMALLEST, self.scale / 2), 0
+            return
+        self.good_steps += 1
+        if self.good_steps == self.window:
+            self.scale, self.good_steps = self.scale * 2, 0
 
 
 class TrainState:

@@ -94,7 +94,7 @@ def _completion(tune: Tune, overrides: list[str], is_trial: bool) -> Callable[[A
             return
         train, log = values.setdefault("train", {}), values.setdefault("log", {})
         if tune.trial.steps is not None and isinstance(train, dict):
-            for length in ("samples", "tokens", "hours"):
+            for length in ("samples", "tokens", "max_hours"):
                 train.pop(length, None)
             train["steps"] = tune.trial.steps
         if isinstance(log, dict):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from steelyard.core import secrets
-from steelyard.core.safe_parse import loads
+from steelyard.core.safe_parse import json_objects
 from steelyard.tune.objective import ObjectiveValues
 
 LOG = "log.txt"
@@ -68,12 +68,8 @@ class Metrics:
         except OSError:
             return False
         self._at += len(whole) + len(newline)
-        for line in whole.splitlines():
-            try:
-                record: Any = loads(line)
-            except ValueError:
-                continue
-            if isinstance(record, dict) and isinstance(record.get("step"), int):
+        for record in json_objects(whole.splitlines()):
+            if isinstance(record.get("step"), int):
                 for each in self.measured:
                     each.record(record)
         return bool(whole)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from steelyard import model
-from steelyard.checkpoint.formats import gguf_blocks, load_into, open_source
+from steelyard.checkpoint.formats import load_into, open_source
 from steelyard.checkpoint.formats.write import Target, convert
 from steelyard.core.errors import UserError
 
@@ -80,12 +80,6 @@ def test_weights_are_those_that_gguf_dequantises(tmp_path, name):
     load_into(source, network)
     with torch.inference_mode():
         assert network(torch.arange(10)[None]).isfinite().all()
-
-
-def test_the_sizes_of_blocks_are_those_of_the_package():
-    for code, kind in gguf_blocks.KINDS.items():
-        assert QUANTS[kind.name] == code == kind.code
-        assert gguf.GGML_QUANT_SIZES[QUANTS(code)] == (kind.block, kind.block_bytes)
 
 
 def llama3_divisors(factor: float, original: int = 8192, low: float = 1.0, high: float = 4.0) -> np.ndarray:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from steelyard.core.errors import UserError
-from steelyard.launch import launch_record, run_list
+from steelyard.launch import find_runs, launch_record, run_list
 from steelyard.launch.backends import slurm_queue
 from steelyard.launch.launch_record import Launch, intended
 from steelyard.launch.submit import cancel_run
@@ -68,7 +68,7 @@ def test_a_submission_killed_behind_sbatch_is_listed_taken_up_and_cancelled(queu
     [row] = run_list.rows(tmp_path / "runs")
     assert (row["jobs"], row["state"]) == (["40"], "queued")
     assert submitted_trial.can_be_taken_up(run)
-    assert launch_record.find("40", tmp_path / "runs") == run  # It is written down now.
+    assert find_runs.find("40", tmp_path / "runs") == run  # It is written down now.
     assert cancel_run(run)["cancelled"]
     assert (tmp_path / "cancelled").read_text() == "40\n"
 

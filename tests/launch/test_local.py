@@ -281,11 +281,11 @@ def test_ranks_share_the_cores_unless_told_otherwise(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    assert spawn._environment(1, 3, 15000)["OMP_NUM_THREADS"] == "2"
-    assert spawn._environment(1, 99, 15000)["OMP_NUM_THREADS"] == "1"
-    assert "TORCHELASTIC_USE_AGENT_STORE" not in spawn._environment(0, 2, 15000)
+    assert spawn.rank_environment(3, {})["OMP_NUM_THREADS"] == "2"
+    assert spawn.rank_environment(99, {})["OMP_NUM_THREADS"] == "1"
+    assert "TORCHELASTIC_USE_AGENT_STORE" not in spawn.rank_environment(2, {})
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    assert spawn._environment(1, 3, 15000)["OMP_NUM_THREADS"] == "5"
+    assert spawn.rank_environment(3, {})["OMP_NUM_THREADS"] == "5"
 
 
 def test_the_launcher_imports_no_torch():

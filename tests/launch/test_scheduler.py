@@ -11,7 +11,7 @@ import pytest
 
 from steelyard import cli
 from steelyard.core.errors import Interrupted, UserError
-from steelyard.launch import launch_record, log_reader, supervisor
+from steelyard.launch import find_runs, launch_record, log_reader, run_list, supervisor
 from steelyard.launch.backends import neutral, slurm_queue
 from steelyard.launch.launch_record import Launch
 from steelyard.launch.submit import cancel_run
@@ -169,11 +169,18 @@ def test_a_supervisor_that_was_killed_takes_its_ranks_with_it(tmp_path):
 def test_a_run_is_found_by_folder_name_and_job(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = launched(Path("runs/mine"), jobs=["12", "13"])
-    assert [launch_record.find(word) for word in ("runs/mine", "mine", "13", "12+1")] == [run] * 4
-    with pytest.raises(UserError, match="no run under runs has the job 14"):
-        launch_record.find("14")
+    assert [find_runs.find(word) for word in ("runs/mine", "mine", "13", "12+1")] == [run] * 4
+    with pytest.raises(UserError, match="no run below runs has the job 14"):
+        find_runs.find("14")
     with pytest.raises(UserError, match="yours is not a run"):
-        launch_record.find("yours")
+        find_runs.find("yours")
+
+
+def test_runs_in_folders_of_runs_are_listed_by_their_path(tmp_path):
+    for name in ("one", "deep/two"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "run.json").write_text("{}")
+    assert sorted(row["name"] for row in run_list.rows(tmp_path)) == ["deep/two", "one"]
 
 
 @pytest.mark.parametrize("jobs", [["--user=me"], ["1;x"], None, [7]])
@@ -190,7 +197,7 @@ def test_logs_are_shown_as_text_and_samples_as_devices(tmp_path):
     device = {"index": 0, "name": "NVIDIA A10", "temperature": 49, "utilisation": 97, "memory_used": 9 << 30,
               "memory_total": 22 << 30, "power": None, "processes": [{}]}  # fmt: skip
     (folder / "a1.gpu").write_text(json.dumps({"devices": [device]}) + "\n{torn")
-    assert log_reader.tail(folder / "a1.out", 2) == ["one", "?[2Jtwo"]
+    assert log_reader.tail(folder / "a1.out", 2) == ["one", "?two"]
     assert log_reader.tail(folder / "a1.gpu", 5) == [
         "[0] NVIDIA A10 |  49 C,  97 % |   9216 /  22528 MiB |    - W | 1 process"
     ]

@@ -8,10 +8,10 @@ import pytest
 
 from steelyard import training
 from steelyard.cli import main
+from steelyard.cli.options import steps_in
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import load_recipe
 from steelyard.core.run import Run, for_training
-from steelyard.core.step_ranges import steps_in
 from steelyard.observe import pipeline_balance, report, run_cluster, spans
 from steelyard.observe.report.timeline_data import choose, pack
 from steelyard.planning import pipeline_sim

@@ -13,7 +13,8 @@ import pytest
 
 from steelyard.cli import main
 from steelyard.core.errors import UserError
-from steelyard.observe import find_runs, terminal
+from steelyard.launch import find_runs
+from steelyard.observe import terminal
 from steelyard.observe.run_view import view
 from tests import preloaded
 from tests.conftest import Workplace, kill
@@ -102,7 +103,7 @@ def test_scripts_are_told_by_exit_codes(workplace: Workplace):
     assert "wait: jobs of higher priority come first" in reported.stdout
     reported = workplace.steelyard("watch", "none")
     assert reported.returncode == 2
-    assert "there is no run folder none" in reported.stderr
+    assert "none is not a run" in reported.stderr
 
 
 def test_following_for_a_program_prints_one_object_at_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

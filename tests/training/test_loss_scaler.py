@@ -12,7 +12,7 @@ from steelyard.core.recipe import load_recipe
 from steelyard.core.run import Run
 from steelyard.observe import report
 from steelyard.training.extension import Extension
-from steelyard.training.loss_scaler import LossScale
+from steelyard.training.train_state import LossScale
 
 FP16 = ["train.precision=fp16", "log.every=1", "eval.every=0", "checkpoint.every=0"]
 

@@ -176,6 +176,13 @@ def test_a_choice_of_lists_is_written_as_strings(in_workplace):
     assert chosen == [[0.9, 0.95], [0.8, 0.9]]
 
 
+def test_a_trial_of_a_number_of_steps_has_no_other_limit_of_the_recipe(in_workplace):
+    text = 'recipe = "tiny.toml"\noverrides = ["train.max_hours=1", "train.tokens=4096"]\ntrial.steps = 3\n'
+    (in_workplace.path / "short.toml").write_text(text + "space.optim.learning_rate = [1e-4, 1e-3]\n")
+    train = recipe_at(load_tune("short.toml"), {}, is_trial=True).train
+    assert (train.steps, train.max_hours, train.tokens) == (3, None, None)
+
+
 @pytest.mark.parametrize(
     ("ranks", "placement", "nodes"),
     [

@@ -5,6 +5,13 @@ network = model.build(source.config)
 load_into(source, network)
 """
 
-from steelyard.checkpoint.formats.source import CheckpointSource, is_own, load_into, load_shards, open_source
+from steelyard.checkpoint.formats.source import (
+    CheckpointSource,
+    SourceView,
+    is_own,
+    load_into,
+    load_shards,
+    open_source,
+)
 
-__all__ = ["CheckpointSource", "is_own", "load_into", "load_shards", "open_source"]
+__all__ = ["CheckpointSource", "SourceView", "is_own", "load_into", "load_shards", "open_source"]

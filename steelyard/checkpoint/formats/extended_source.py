@@ -15,13 +15,13 @@ from pathlib import Path
 from torch import Tensor
 
 from steelyard.checkpoint.formats.huggingface import tokenizer_files
-from steelyard.checkpoint.formats.source import TABLES, CheckpointSource, padded
+from steelyard.checkpoint.formats.source import TABLES, CheckpointSource, SourceView, padded
 from steelyard.core.errors import UserError
 from steelyard.text.tokenizer import load_tokenizer
 from steelyard.text.tokenizer.extend_vocabulary import parts_of_new_pieces
 
 
-class ExtendedSource(CheckpointSource):
+class ExtendedSource(SourceView):
     """A source with the vocabulary of another tokenizer."""
 
     def __init__(self, origin: CheckpointSource, tokenizer: str) -> None:
@@ -35,26 +35,21 @@ class ExtendedSource(CheckpointSource):
         """The ids of which each new row is the mean."""
         if not self.parts:
             raise UserError(f"the tokenizer {tokenizer} has no new pieces", where=str(origin.path))
-        self.origin, self.format, self.path, self.dtype = origin, origin.format, origin.path, origin.dtype
-        self.step, self.layout, self.remark = origin.step, origin.layout, origin.remark
-        self.hf_metadata = origin.hf_metadata
+        super().__init__(origin)
+        self.remark = origin.remark
         self.config = origin.config.model_copy(update={"vocab": max(origin.config.vocab, extended.vocab_size)})
         self.tokenizer = tokenizer
         self.tokenizer_files = tokenizer_files(Path(tokenizer)) if Path(tokenizer).is_dir() else []
 
-    def names(self) -> list[str]:
-        """Those of the origin."""
-        return self.origin.names()
-
     def sizes(self) -> dict[str, tuple[int, ...]]:
         """Those of the origin, with more rows of embedding and head."""
-        sizes = self.origin.sizes()
+        sizes = super().sizes()
         tables = {name: (self.config.padded_vocab, *sizes[name][1:]) for name in TABLES if name in sizes}
         return sizes | tables
 
     def tensor(self, name: str) -> Tensor:
         """A tensor of the origin; embedding and head with the new rows."""
-        whole = self.origin.tensor(name)
+        whole = super().tensor(name)
         if name not in TABLES:
             return whole
         old = whole[: self.origin.config.vocab]

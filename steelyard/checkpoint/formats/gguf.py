@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from steelyard.checkpoint.formats import gguf_architectures, gguf_blocks, gguf_tokenizer
+from steelyard.checkpoint.formats import gguf_architectures, gguf_tokenizer
 from steelyard.checkpoint.formats.key_mapping import Entry
 from steelyard.checkpoint.formats.mapped_tensors import MappedSource, Store
 from steelyard.core.errors import CorruptFileError, UserError
@@ -39,6 +39,11 @@ MOST_DIMENSIONS = 4
 ROPE_FREQS = "rope_freqs.weight"
 LARGEST_FACTOR = 10**6  # the limit of a recipe
 SPECIAL = ("bos", "eos", "padding")
+# A file named Q4_K_M contains Q4_K and Q6_K.
+TYPES = (
+    "F32", "F16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "BF16",
+)  # fmt: skip
+PLAIN = {"F32": "<f4", "F16": "<f2"}
 
 
 class GgufSource(MappedSource):
@@ -68,7 +73,7 @@ def opened(path: Path) -> GgufSource | None:
         reason = "it is empty" if not magic else f"it starts with {magic!r} instead of b'GGUF'"
         raise CorruptFileError(f"not a GGUF file: {reason}", where=str(path))
     settings, tensors = _Reader(path).read()
-    layout = {"files": 1, "types": sorted({tensor.kind.name for tensor in tensors.values()})}
+    layout = {"files": 1, "types": sorted({tensor.kind for tensor in tensors.values()})}
     divisors = tensors.pop(ROPE_FREQS, None)
     config = gguf_architectures.config_of(settings, "output.weight" not in tensors, str(path))
     if divisors is not None:
@@ -85,6 +90,19 @@ def opened(path: Path) -> GgufSource | None:
     if "tokenizer.ggml.tokens" in settings:
         source.tokenizer = str(path)
     return source
+
+
+def block_of(kind: str) -> tuple[int, int]:
+    """The weights and the bytes of a block of a quantization type."""
+    import gguf
+
+    return gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+
+
+def quantized_bytes(kind: str, weights: int) -> int:
+    """The bytes of this many weights."""
+    block, block_bytes = block_of(kind)
+    return weights // block * block_bytes
 
 
 def _rope_scaling(config: RotaryConfig, tensor: _Tensor) -> RopeScaling | None:
@@ -110,12 +128,18 @@ def _rope_scaling(config: RotaryConfig, tensor: _Tensor) -> RopeScaling | None:
 class _Tensor:
     path: Path
     offset: int
-    kind: gguf_blocks.QuantType
+    kind: str
     size: tuple[int, ...]
 
     def read(self) -> Tensor:
-        blocks = np.fromfile(self.path, np.uint8, self.kind.bytes_of(math.prod(self.size)), offset=self.offset)
-        return torch.from_numpy(self.kind.values(blocks, self.size))
+        data = np.fromfile(self.path, np.uint8, quantized_bytes(self.kind, math.prod(self.size)), offset=self.offset)
+        if self.kind in PLAIN:
+            return torch.from_numpy(data.view(PLAIN[self.kind]).reshape(self.size))
+        import gguf
+
+        # Pass whole rows: `gguf` processes 16 rows at a time, so single blocks as rows would take minutes.
+        rows = data.reshape(math.prod(self.size[:-1]), -1) if data.size else data.reshape(0, block_of(self.kind)[1])
+        return torch.from_numpy(gguf.dequantize(rows, gguf.GGMLQuantizationType[self.kind]).reshape(self.size))
 
 
 class _File(Store):
@@ -126,7 +150,7 @@ class _File(Store):
         return {name: tensor.size for name, tensor in self.tensors.items()}
 
     def dtypes(self) -> set[torch.dtype]:
-        return {torch.float16 if tensor.kind.name == "F16" else torch.float32 for tensor in self.tensors.values()}
+        return {torch.float16 if tensor.kind == "F16" else torch.float32 for tensor in self.tensors.values()}
 
     def read(self, entry: Entry) -> Tensor:
         whole = self.tensors[entry.name].read()
@@ -167,13 +191,13 @@ class _Reader:
         return name, self.number("I"), size, self.number("Q")
 
     def placed(self, name: str, code: int, size: tuple[int, ...], offset: int) -> _Tensor:
-        kind = gguf_blocks.KINDS.get(code)
+        import gguf
+
+        kind = next((kind for kind in TYPES if gguf.GGMLQuantizationType[kind] == code), None)
         if kind is None:
-            known = ", ".join(kind.name for kind in gguf_blocks.KINDS.values())
-            raise UserError(
-                f"{name} has the quantization type {code}", where=str(self.path), hint=f"supported are {known}"
-            )
-        if math.prod(size[-1:]) % kind.block or offset + kind.bytes_of(math.prod(size)) > self.length:
+            hint = f"supported are {', '.join(TYPES)}"
+            raise UserError(f"{name} has the quantization type {code}", where=str(self.path), hint=hint)
+        if math.prod(size[-1:]) % block_of(kind)[0] or offset + quantized_bytes(kind, math.prod(size)) > self.length:
             raise self.broken(f"{name} of the size {size} does not fit in the file")
         return _Tensor(self.path, offset, kind, size)
 

@@ -95,6 +95,33 @@ class CheckpointSource(ABC):
         return tokenizers.load_tokenizer(self.tokenizer)
 
 
+class SourceView(CheckpointSource):
+    """A view of another source, unchanged. A subclass changes tensors or metadata."""
+
+    def __init__(self, origin: CheckpointSource) -> None:
+        self.origin = origin
+        self.format, self.path, self.config, self.dtype = origin.format, origin.path, origin.config, origin.dtype
+        self.step, self.layout, self.extra = origin.step, origin.layout, origin.extra
+        self.tokenizer, self.tokenizer_files = origin.tokenizer, origin.tokenizer_files
+
+    def names(self) -> list[str]:
+        """The same as in the origin."""
+        return self.origin.names()
+
+    def sizes(self) -> dict[str, tuple[int, ...]]:
+        """The same as in the origin."""
+        return self.origin.sizes()
+
+    def tensor(self, name: str) -> Tensor:
+        """The same as in the origin."""
+        return self.origin.tensor(name)
+
+    def load_tokenizer(self) -> Tokenizer:
+        """The origin's tokenizer (in a GGUF it is not a file of its own), or another one that was set."""
+        is_set = self.tokenizer is not None and self.tokenizer != self.origin.tokenizer
+        return super().load_tokenizer() if is_set else self.origin.load_tokenizer()
+
+
 def open_source(path: str | Path) -> CheckpointSource:
     """Open a checkpoint of any format, by path or by name on the hub. This does not read the weights."""
     local = Path(path).expanduser()

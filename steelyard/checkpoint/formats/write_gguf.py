@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from steelyard.checkpoint.finite import refuse_nonfinite
-from steelyard.checkpoint.formats import gguf_architectures, gguf_blocks, gguf_vocabulary
-from steelyard.checkpoint.formats.gguf import ROPE_FREQS
+from steelyard.checkpoint.formats import gguf_architectures, gguf_vocabulary
+from steelyard.checkpoint.formats.gguf import ROPE_FREQS, block_of, quantized_bytes
 from steelyard.checkpoint.formats.key_mapping import Entry
 from steelyard.core import files
 from steelyard.core.console import console
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
     from steelyard.checkpoint.formats.write import Supply
 
-TYPES = {kind.name: kind for kind in gguf_blocks.KINDS.values()}
 NAMES = {torch.float16: "F16", torch.float32: "F32", torch.bfloat16: "BF16"}
 # `general.file_type`, which is only shown.
 FILE_TYPES = {"F32": 0, "F16": 1, "Q8_0": 7, "BF16": 32}
@@ -49,7 +48,7 @@ def refuse(config: ModelConfig, destination: Path) -> None:
 
 def bytes_of(supply: Supply, kind: str) -> int:
     """About the size of the file, for the check of disk space."""
-    return sum(math.prod(size) for size in supply.sizes.values()) * TYPES[kind].block_bytes // TYPES[kind].block
+    return quantized_bytes(kind, sum(math.prod(size) for size in supply.sizes.values()))
 
 
 def write(supply: Supply, path: Path, kind: str, tokenizer: Tokenizer | None, metadata: dict[str, Any]) -> int:
@@ -69,7 +68,7 @@ def write(supply: Supply, path: Path, kind: str, tokenizer: Tokenizer | None, me
             writer.add_tensor_info(ROPE_FREQS, divisors.shape, divisors.dtype, divisors.nbytes)
         for entry, each in zip(entries, kinds, strict=True):
             size = supply.size(entry)
-            count = TYPES[each].bytes_of(math.prod(size))
+            count = quantized_bytes(each, math.prod(size))
             code = gguf.GGMLQuantizationType[each]
             writer.add_tensor_info(entry.name, size, np.dtype(np.float32), count, raw_dtype=code)
         writer.write_header_to_file()
@@ -92,7 +91,7 @@ def write(supply: Supply, path: Path, kind: str, tokenizer: Tokenizer | None, me
 def _kind_of(size: tuple[int, ...], kind: str) -> str:
     if len(size) == 1:
         return "F32"
-    return "F16" if size[-1] % TYPES[kind].block else kind
+    return "F16" if size[-1] % block_of(kind)[0] else kind
 
 
 def _arrays(

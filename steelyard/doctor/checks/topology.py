@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from steelyard.core.printable import without_control
 from steelyard.doctor.checks.torch import driver
 from steelyard.doctor.finding import Finding
 from steelyard.doctor.machine import Machine
@@ -130,7 +131,7 @@ def _nvlink(machine: Machine) -> Finding:
 
 def _pairs(text: str) -> dict[str, str]:
     """The link of each pair of GPUs, from the table of nvidia-smi topo -m."""
-    text = re.sub(r"\x1b\[[\d;]*m", "", text)
+    text = without_control(text)
     header = next((line.split() for line in text.splitlines() if "GPU0" in line.split()), [])
     columns = [word for word in header if re.fullmatch(r"GPU\d+", word)]
     pairs: dict[str, str] = {}

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from steelyard.core import files
 from steelyard.core.console import console
 from steelyard.core.errors import RuntimeFailure, UserError
-from steelyard.core.host import die_with_parent
+from steelyard.core.host import die_with_parent, output_of
 from steelyard.launch import job_spec, launch_record, supervisor
 from steelyard.launch.backends import (
     Backend,
@@ -26,7 +26,6 @@ from steelyard.launch.backends import (
     Place,
     Record,
     slurm_elastic,
-    slurm_nodes,
     slurm_queue,
     slurm_script,
 )
@@ -50,6 +49,14 @@ class Slurm(Backend):
     takes = frozenset({Option.TIME, Option.ALLOCATION, Option.ARRAY, Option.ELASTIC})
     program = "sbatch"
     rank_variables = slurm_script.RANK_VARIABLES
+    owns = staticmethod(slurm_queue.owns)
+    find = staticmethod(slurm_queue.find)
+    translate = staticmethod(slurm_queue.translate)
+    allocated = staticmethod(slurm_elastic.allocated)
+    unusable = staticmethod(slurm_elastic.unusable)
+    answers = staticmethod(slurm_elastic.answers)
+    can_requeue = staticmethod(slurm_elastic.can_requeue)
+    spare = staticmethod(slurm_elastic.spare)
 
     def nodes(self, request: SubmitRequest, cluster: Cluster | None) -> list[NodeGroup]:
         """The nodes of the plan."""
@@ -129,18 +136,6 @@ class Slurm(Backend):
         """srun numbers the nodes of a job. Every node can resolve Slurm's node names."""
         return Place(int(environ.get("SLURM_PROCID", "0")), address=environ.get("SLURMD_NODENAME"))
 
-    def allocated(self, job: ElasticJob, environ: Mapping[str, str]) -> list[Node]:
-        """The nodes of the job, without those that Slurm has removed from it."""
-        return slurm_elastic.allocated(job, environ)
-
-    def unusable(self, names: list[str]) -> dict[str, str]:
-        """The nodes that are drained or down."""
-        return slurm_elastic.unusable(names)
-
-    def answers(self, job: ElasticJob, node: Node) -> bool:
-        """Whether a step starts on a node."""
-        return slurm_elastic.answers(job, node)
-
     def on_node(self, job: ElasticJob, node: Node, options: list[str]) -> list[str]:
         """srun, which starts a step with the node agent."""
         return [*slurm_elastic.srun(job, node), *job.step, *job.agent, *options]
@@ -149,17 +144,9 @@ class Slurm(Backend):
         """The node of the job script."""
         return environ.get("SLURMD_NODENAME")
 
-    def can_requeue(self, job: ElasticJob, environ: Mapping[str, str]) -> bool:
-        """Whether the site allows it, and often enough."""
-        return slurm_elastic.can_requeue(job, environ)
-
-    def spare(self, job: ElasticJob, environ: Mapping[str, str]) -> list[Node]:
-        """Idle nodes in place of lost ones."""
-        return slurm_elastic.spare(job, environ)
-
     def lost_supervisor(self, environ: Mapping[str, str]) -> None:
         """Requeue the job: Slurm keeps a job with --no-kill that has lost the node of its script."""
-        slurm_nodes.ask(["scontrol", "requeue", environ.get("SLURM_JOB_ID", "0")])
+        output_of(["scontrol", "requeue", environ.get("SLURM_JOB_ID", "0")])
 
     def attempt_name(self, environ: Mapping[str, str]) -> str:
         """The job id and its restart count."""
@@ -170,18 +157,6 @@ class Slurm(Backend):
         limit = site.slurm.time_limit or str(minutes)
         changes = {"requeue": False, "warning_seconds": 0, "time_limit": limit}
         return site.model_copy(update={"slurm": site.slurm.model_copy(update=changes)})
-
-    def owns(self, job: str, named: str) -> bool:
-        """Whether an id belongs to this job, or to a part or task of it."""
-        return slurm_queue.owns(job, named)
-
-    def find(self, run: Path, marks: list[str]) -> list[str | None]:
-        """The jobs with these marks."""
-        return slurm_queue.find(run, marks)
-
-    def translate(self, record: Record) -> Record:
-        """Translate a record with Slurm's state to a neutral one."""
-        return slurm_queue.translate(record)
 
 
 def environment() -> dict[str, str]:
@@ -221,7 +196,7 @@ def _kill_step(launch: Launch) -> None:
     deadline = time.monotonic() + SECONDS_TO_FIND
     was_found = False
     while time.monotonic() < deadline:
-        pairs = [line.split(maxsplit=1) for line in slurm_nodes.ask(query)[0].splitlines()]
+        pairs = [line.split(maxsplit=1) for line in (output_of(query) or "").splitlines()]
         steps = [pair[0] for pair in pairs if pair[1:] == [name] and slurm_queue.STEP.fullmatch(pair[0])]
         if steps:
             was_found = True

@@ -8,10 +8,10 @@ lost attempt keeps its resources until Slurm has ended it.
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Mapping
 
-from steelyard.launch.backends.slurm_nodes import UNUSABLE, ask
+from steelyard.core.host import output_of
+from steelyard.launch.backends.slurm_nodes import UNUSABLE, states_of
 from steelyard.launch.elastic_job import ElasticJob, Node
 from steelyard.parallel.rendezvous import expand
 
@@ -29,21 +29,15 @@ def allocated(job: ElasticJob, environ: Mapping[str, str]) -> list[Node]:
 
 def unusable(names: list[str]) -> dict[str, str]:
     """The nodes that Slurm wants back, or that are down. One that does not respond may still be at work."""
-    words = {name: state.rstrip("*~#!%$@^-+") for name, state in _states(names).items()}
+    words = {name: state.rstrip("*~#!%$@^-+") for name, state in states_of(f"--nodes={','.join(names)}").items()}
     return {name: f"is {word}" for name, word in words.items() if word.startswith(UNUSABLE)}
 
 
 def answers(job: ElasticJob, node: Node) -> bool:
     """Whether Slurm can start a step on a node."""
-    if _states([node.name]).get(node.name, "*").endswith("*"):
+    if states_of(f"--nodes={node.name}").get(node.name, "*").endswith("*"):
         return False
-    try:
-        done = subprocess.run(
-            [*srun(job, node), "true"], stdin=subprocess.DEVNULL, capture_output=True, timeout=SECONDS_TO_PROBE
-        )
-    except (OSError, subprocess.SubprocessError):
-        return False
-    return done.returncode == 0
+    return output_of([*srun(job, node), "true"], SECONDS_TO_PROBE) is not None
 
 
 def spare(job: ElasticJob, environ: Mapping[str, str]) -> list[Node]:
@@ -65,19 +59,19 @@ def spare(job: ElasticJob, environ: Mapping[str, str]) -> list[Node]:
 
 
 def _has_queue(partition: str) -> bool:
-    waiting = ask(["squeue", "--noheader", "--states=PENDING", f"--partition={partition}", "--format=%i"])[0]
-    return bool(waiting.strip())
+    waiting = output_of(["squeue", "--noheader", "--states=PENDING", f"--partition={partition}", "--format=%i"])
+    return bool(waiting and waiting.strip())
 
 
 def _idle(partition: str) -> list[str]:
-    answer = ask(["sinfo", "--noheader", "--Node", f"--partition={partition}", "--states=idle", "--format=%N|%T"])[0]
-    return sorted({line.partition("|")[0] for line in answer.splitlines() if line.strip().endswith("|idle")})
+    states = states_of(f"--partition={partition}", "--states=idle")
+    return sorted(name for name, state in states.items() if state == "idle")
 
 
 def _of_part(job: ElasticJob, group: int, field: str, environ: Mapping[str, str]) -> str:
     """A field of squeue for the job, or for a part of a heterogeneous job; empty without an answer."""
     id_ = _variable(job, group, "ID", environ)
-    answer = ask(["squeue", "--noheader", f"--jobs={id_}", f"--format={field}"])[0].strip().splitlines()
+    answer = (output_of(["squeue", "--noheader", f"--jobs={id_}", f"--format={field}"]) or "").strip().splitlines()
     return answer[0].strip() if answer and answer[0] != "(null)" else ""
 
 
@@ -96,8 +90,3 @@ def srun(job: ElasticJob, node: Node) -> list[str]:
     words = ["srun", "--nodes=1", "--ntasks=1", "--overlap", f"--nodelist={node.name}"]
     words += [f"--cpus-per-task={job.groups[node.group]['cpus']}"]
     return words + ([f"--het-group={node.group}"] if len(job.groups) > 1 else [])
-
-
-def _states(names: list[str]) -> dict[str, str]:
-    answer = ask(["sinfo", "--noheader", "--Node", f"--nodes={','.join(names)}", "--format=%N|%T"])[0]
-    return dict(line.strip().split("|", 1) for line in answer.splitlines() if "|" in line)

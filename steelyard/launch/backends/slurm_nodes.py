@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-
+from steelyard.core.host import output_of
 from steelyard.launch.backends import WAITING, JobState, Record
 
-SECONDS_TO_ANSWER = 30
 # States of sinfo in which a node takes no job until somebody acts. A star means that the node does not respond.
 UNUSABLE = ("down", "drain", "fail", "error", "unknown", "inval", "blocked")
 
@@ -17,8 +15,7 @@ def with_missing_nodes(record: Record) -> Record:
     record = {key: value for key, value in record.items() if key not in ("partition", "needed")}
     if record["state"] not in WAITING - {JobState.SUSPENDED} or not partition or not needed or "," in partition:
         return record  # A job for several partitions can start in any of them.
-    answer = ask(["sinfo", "--noheader", "--Node", f"--partition={partition}", "--format=%N|%T"])[0]
-    states = dict(line.split("|", 1) for line in answer.splitlines() if "|" in line)
+    states = states_of(f"--partition={partition}")
     down = {node: state for node, state in states.items() if state.startswith(UNUSABLE) or state.endswith("*")}
     alive = len(states) - len(down)
     if not states or needed <= alive:
@@ -39,10 +36,7 @@ def _described(down: dict[str, str]) -> list[str]:
             for node, state in words.items()]  # fmt: skip
 
 
-def ask(command: list[str]) -> tuple[str, str]:
-    """The standard output of a program, or its standard error if it failed."""
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS_TO_ANSWER)
-    except (OSError, subprocess.SubprocessError):
-        return "", ""
-    return (answer.stdout, "") if answer.returncode == 0 else ("", answer.stderr)
+def states_of(*options: str) -> dict[str, str]:
+    """The state of each node that sinfo lists with these options; empty without an answer."""
+    answer = output_of(["sinfo", "--noheader", "--Node", *options, "--format=%N|%T"]) or ""
+    return dict(line.strip().split("|", 1) for line in answer.splitlines() if "|" in line)

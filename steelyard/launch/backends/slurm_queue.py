@@ -14,12 +14,13 @@ writes its id to `launch/began-MARK`, for when squeue no longer lists it.
 from __future__ import annotations
 
 import re
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
+from steelyard.core.host import output_of
 from steelyard.core.run import MANIFEST, Run
 from steelyard.launch.backends import ENDED, WAITING, JobState, Record, slurm_nodes
-from steelyard.launch.backends.slurm_nodes import ask
 from steelyard.launch.backends.slurm_script import BEGAN
 from steelyard.launch.launch_record import FOLDER
 
@@ -125,15 +126,24 @@ def poll(run: Path, jobs: list[str], last: Mapping[str, Record]) -> list[Record]
     """Records from squeue, or from sacct for jobs that squeue no longer lists; without sacct, the run's own state."""
     found: list[Record] = []
     for job in jobs:
-        queue, queue_error = ask(_queue_command(job))
+        queue, queue_error = _ask(_queue_command(job))
         records = queued(queue)
         if not records:
-            account, account_error = ask(_account_command(job))
+            account, account_error = _ask(_account_command(job))
             records = accounted(account)
             if FORGOTTEN in queue_error and NO_ACCOUNTS in account_error:
                 records = [_forgotten(run, each) for each in last.values() if owns(job, str(each["job"]))]
         found += [slurm_nodes.with_missing_nodes(each) for each in records]
     return found
+
+
+def _ask(command: list[str]) -> tuple[str, str]:
+    """The standard output of a program, or its standard error if it failed."""
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.SubprocessError):
+        return "", ""
+    return (answer.stdout, "") if answer.returncode == 0 else ("", answer.stderr)
 
 
 def owns(job: str, named: str) -> bool:
@@ -253,7 +263,7 @@ def seconds(text: str) -> int | None:
 
 def find(run: Path, marks: list[str]) -> list[str | None]:
     """The jobs with these marks, from the files that started jobs wrote, or from squeue."""
-    queue = marked(ask(MARK_COMMAND)[0])
+    queue = marked(output_of(MARK_COMMAND) or "")
     return [_began(run, mark) or _in_queue(queue, mark) for mark in marks]
 
 

@@ -10,7 +10,6 @@ import getpass
 import os
 import re
 import shutil
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 
 from steelyard.core import files
 from steelyard.core.errors import UserError
+from steelyard.core.host import output_of
 from steelyard.core.recipe.toml import parse, to_toml
 from steelyard.launch import sites
 from steelyard.planning.slurm_cluster import GRES
@@ -73,17 +73,18 @@ class SiteFacts:
 
 def detect() -> SiteFacts:
     """Ask the programs of this machine."""
-    listed = _output(SINFO)
+    listed = output_of(SINFO, SECONDS)
     if listed is None:
         raise UserError("Slurm is not installed here, or does not answer", hint="run this on a login node; check sinfo")
-    config = re.search(r"^ClusterName\s*=\s*(\S+)", _output(["scontrol", "show", "config"]) or "", re.MULTILINE)
+    settings = output_of(["scontrol", "show", "config"], SECONDS) or ""
+    config = re.search(r"^ClusterName\s*=\s*(\S+)", settings, re.MULTILINE)
     association = ["sacctmgr", "--noheader", "--parsable2", "show", "user", getpass.getuser(), "format=defaultaccount"]
-    available = MODULE.findall(_output(["bash", "-lc", "module -t avail 2>&1"]) or "")
-    has_pyxis = "--container-image" in (_output(["srun", "--help"]) or "")
+    available = MODULE.findall(output_of(["bash", "-lc", "module -t avail 2>&1"], SECONDS) or "")
+    has_pyxis = "--container-image" in (output_of(["srun", "--help"], SECONDS) or "")
     return SiteFacts(
         config[1] if config else "cluster",
         partitions(listed),
-        (_output(association) or "").strip().partition("\n")[0] or None,
+        (output_of(association, SECONDS) or "").strip().partition("\n")[0] or None,
         [name for name in os.environ.get("LOADEDMODULES", "").split(":") if name],
         [name for name in available if name.partition("/")[0].lower() in PROGRAMS],
         [*(["pyxis"] if has_pyxis else []), *(name for name in PROGRAMS if shutil.which(name))],
@@ -157,12 +158,3 @@ def add_site(file: Path | None, name: str, values: dict[str, Any]) -> Path:
     head = "" if sites.DEFAULT in before else to_toml({sites.DEFAULT: name}) + "\n"
     files.write_text(path, head + (text.rstrip() + "\n\n" if text.strip() else "") + to_toml({name: values}))
     return path
-
-
-def _output(words: Sequence[str]) -> str | None:
-    """The output of a program; None if it is missing, fails or does not answer."""
-    try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=SECONDS, stdin=subprocess.DEVNULL)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return None if done.returncode else done.stdout

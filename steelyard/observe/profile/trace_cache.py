@@ -9,10 +9,10 @@ from typing import Any
 from steelyard.core import files
 from steelyard.core.errors import SteelyardError
 from steelyard.core.run import Run
+from steelyard.core.safe_parse import read_object
 from steelyard.observe.profile import nsight, trace
 from steelyard.observe.profile.nsight_tools import PROFILE, SUFFIXES
 from steelyard.observe.profile.trace_analysis import Named, RankProfile, analyze
-from steelyard.observe.run_files import read_object
 
 SUMMARY = "summary.json"
 VERSION = 3  # of the cache; other versions are ignored

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from steelyard.core import secrets
+from steelyard.core.file_tail import last_lines
 from steelyard.core.pages import page
 from steelyard.core.run import Run
-from steelyard.observe.run_files import last_lines
 
 MOST_HOSTS, MOST_LINES, MOST_LETTERS = 16, 30, 400
 

@@ -9,10 +9,11 @@ from typing import Any
 from steelyard.core.pages import charts, page
 from steelyard.core.pages.charts import Bar
 from steelyard.core.run import Run
+from steelyard.core.safe_parse import read_object
 from steelyard.observe import pipeline_balance, run_cluster, spans
 from steelyard.observe.pipeline_balance import Balance
 from steelyard.observe.report.timeline_data import pack
-from steelyard.observe.run_files import listed, read_object
+from steelyard.observe.run_files import listed
 from steelyard.observe.spans import KINDS, UNKNOWN, Spans
 
 Sections = dict[str, tuple[str, list[str]]]

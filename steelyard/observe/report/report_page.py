@@ -10,6 +10,7 @@ from steelyard.core import files, units
 from steelyard.core.errors import UserError
 from steelyard.core.pages import charts, page
 from steelyard.core.run import Run
+from steelyard.core.safe_parse import read_object
 from steelyard.observe.host_logs import is_number
 from steelyard.observe.report.attempts_section import attempts_section
 from steelyard.observe.report.logs_section import last_errors
@@ -19,7 +20,6 @@ from steelyard.observe.report.recipe_section import recipes
 from steelyard.observe.report.timeline_data import MOST_SPANS
 from steelyard.observe.report.verdict_section import boxes, judged
 from steelyard.observe.run_curves import RunCurves
-from steelyard.observe.run_files import read_object
 from steelyard.observe.run_view import curves_view
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from steelyard.core.errors import UserError
 from steelyard.core.run import MANIFEST
-from steelyard.core.safe_parse import loads
+from steelyard.core.safe_parse import read_object
 from steelyard.launch import backends
-from steelyard.observe.run_state import LAUNCH
+from steelyard.launch.launch_record import LAUNCH
 
 DEEPEST = 4
 
@@ -31,7 +31,7 @@ def below(folder: Path, deepest: int = DEEPEST) -> Iterator[Path]:
                 yield from below(folder / entry.name, deepest - 1)
 
 
-def find(named: str | None, folder: Path) -> Path:
+def find(named: str | None, folder: Path = Path("runs")) -> Path:
     """The run named by a folder or by a job id of a run below `folder`; by default the newest run below `folder`."""
     if named is None:
         runs = list(below(folder))
@@ -43,28 +43,21 @@ def find(named: str | None, folder: Path) -> Path:
         return path
     if any((folder / named / name).is_file() for name in (MANIFEST, LAUNCH)):
         return folder / named
+    runs = [path for path in below(folder) if _has(path, named)]
+    if runs:
+        return max(runs, key=_touched)
     if path.exists():
         raise UserError(f"{path} is not a run folder: it has neither {MANIFEST} nor {LAUNCH}")
-    return by_job(named, folder)
-
-
-def by_job(job: str, folder: Path) -> Path:
-    """The run of a job; the id of a job matches its parts, and the id of a part its job."""
-    runs = [path for path in below(folder) if _has(path, job)]
-    if not runs:
-        raise UserError(
-            f"there is no run folder {job}, and no run below {folder} belongs to job {job}",
-            hint="pass the run folder, or the folder above it with --folder",
-        )
-    return max(runs, key=_touched)
+    raise UserError(
+        f"{named} is not a run: it is not a run folder, and no run below {folder} has the job {named}",
+        hint="steelyard list shows all runs below runs/, and steelyard list DIR those below another folder",
+    )
 
 
 def _has(path: Path, job: str) -> bool:
-    try:
-        launch = loads((path / LAUNCH).read_bytes())
-        name, jobs = launch.get("backend"), [str(each) for each in launch.get("jobs") or []]
-    except (OSError, ValueError, AttributeError):
-        return False
+    """Whether a run has a job; the id of a job matches its parts, and the id of a part its job."""
+    launch = read_object(path / LAUNCH)
+    name, jobs = launch.get("backend"), [str(each) for each in launch.get("jobs") or []]
     return any(backends.owns(name, each, job) or backends.owns(name, job, each) for each in jobs)
 
 
