@@ -101,7 +101,7 @@ class SourceView(CheckpointSource):
     def __init__(self, origin: CheckpointSource) -> None:
         self.origin = origin
         self.format, self.path, self.config, self.dtype = origin.format, origin.path, origin.config, origin.dtype
-        self.step, self.layout, self.extra = origin.step, origin.layout, origin.extra
+        self.step, self.layout, self.hf_metadata = origin.step, origin.layout, origin.hf_metadata
         self.tokenizer, self.tokenizer_files = origin.tokenizer, origin.tokenizer_files
 
     def names(self) -> list[str]:
