@@ -178,13 +178,13 @@ def measured_file(site, factor: float) -> None:
 
 
 def test_a_run_is_checked_against_a_prediction_with_measured_ranks(site):
-    path, _ = recorded(site, {"forward": 3.0, "backward": 3.0})
+    path, cluster = recorded(site, {"forward": 3.0, "backward": 3.0})
     measured_file(site, 3.0)
-    words = ("plan", "--check", path.name, "--cluster", "cluster.toml", "--json")
-    plain, known = (site.steelyard(*words, *more) for more in ((), ("--measured", "measured.json")))
-    assert json.loads(plain.stdout)["error"] < -0.5
+    words = ("plan", "--check", path.name, "--cluster", "cluster.toml", "--json", "--measured", "measured.json")
+    known = site.steelyard(*words)
+    assert prediction_check.compare(path, cluster).error < -0.5
     assert abs(json.loads(known.stdout)["error"]) < 0.1, known.stderr
-    refused = site.steelyard(*words, "--measured", "measured.json", "--store")
+    refused = site.steelyard(*words, "--store")
     assert refused.returncode == 2
     assert "remove --profile and --measured" in " ".join(refused.stderr.split())
     assert not (site.path / "cluster.calibration.toml").exists()
