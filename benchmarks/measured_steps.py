@@ -1,6 +1,7 @@
 """Measured training steps of published work, as recipes, clusters and layouts, for `plan_accuracy.py` to predict.
 
-Each source is a csv file. Software, precision and links of each are defined here; fitted numbers are marked.
+Each source is a csv file. Precision and links of each are defined here, and its software by the name that
+`steelyard plan --software` takes.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from steelyard.planning import memory_fit
 from steelyard.planning.cluster import Cluster
 from steelyard.planning.layout import Layout
 from steelyard.planning.predict import Predictor
-from steelyard.planning.software import ASYNC_TP, DEEPSPEED, MEGATRON, STEELYARD, TORCHTITAN, TORCHTITAN_EAGER, Software
+from steelyard.planning.software import KNOWN, Software, as_run
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ def vtrain(folder: Path) -> Iterator[Case]:
                 here,
                 layout(tensor, data, pipeline, int(row["micro batch"]), even(layers, pipeline),
                        [("a100", -(-ranks // 8))], recompute="full"),
-                MEGATRON,
+                KNOWN["megatron"],
             )  # fmt: skip
 
 
@@ -155,7 +156,7 @@ def korthikanti(folder: Path) -> Iterator[Case]:
             layout(tensor, data, pipeline, int(row["micro_batch"]), even(layers, pipeline * virtual), [("a100", count)],
                    virtual=virtual, schedule="interleaved" if virtual > 1 else "1f1b",
                    recompute="full" if full else "selective", sequence_parallel=not full),
-            MEGATRON,
+            KNOWN["megatron"],
         )  # fmt: skip
 
 
@@ -173,7 +174,7 @@ def own_engine() -> Iterator[Case]:
             "own engine", f"{name} {precision}", f"{name} {precision}", measured, recipe,
             cluster([{"type": "h200", "count": 1, "gpu": "h200", "gpus": 1}], 50.0),
             layout(1, 1, 1, batch, (recipe.model.layers,), [("h200", 1)]),
-            STEELYARD,
+            KNOWN["steelyard"],
         )  # fmt: skip
 
 
@@ -185,7 +186,7 @@ def fasops_cluster() -> Iterator[Case]:
         gpt(48, 1600, 16, 1024, 64, vocab=50257),
         cluster(nodes, 12.5),
         layout(1, 4, 8, 1, (0, 11, 8, 8, 8, 8, 5, 0), [("a10", 8)]),
-        MEGATRON,
+        KNOWN["megatron"],
     )  # fmt: skip
 
 
@@ -212,14 +213,17 @@ def amp(folder: Path) -> Iterator[Case]:
             Cluster.model_validate({"nodes": [v100, t4] if mixed else [t4], "links": links}),
             layout(tensor, data, pipeline, int(row["micro_batch"]), tuple(counts),
                    [("v100", 3), ("t4", 1)] if mixed else [("t4", 4)], recompute="full"),
-            DEEPSPEED,
+            KNOWN["megatron-deepspeed"],
         )  # fmt: skip
 
 
 # Layers, width, heads, logits. Sailor's GPT-Neo ends with its last norm and computes the loss on the hidden states.
 SAILOR = {"OPT-350M": (24, 1024, 16, 50257), "GPT-Neo-2.7B": (32, 2560, 20, 2560)}
 # Its OPT uses ReLU, its GPT-Neo GELU.
-SAILORS = {"OPT-350M": replace(DEEPSPEED, inner_kept=1), "GPT-Neo-2.7B": DEEPSPEED}
+SAILORS = {
+    "OPT-350M": replace(KNOWN["megatron-deepspeed"], inner_kept=1),  # Memory alone: a recipe has no GPT with ReLU.
+    "GPT-Neo-2.7B": KNOWN["megatron-deepspeed"],
+}
 RTX = {"RTX-3090": "rtx3090", "RTX-2080": "rtx2080", "Titan-RTX": "titan-rtx", "GH-96": "gh200-96"}
 
 
@@ -287,8 +291,10 @@ def torchtitan(folder: Path) -> Iterator[Case]:
         model = {"family": "llama", "layers": layers, "hidden": hidden, "heads": heads, "kv_heads": kv_heads,
                  "ffn": ffn, "vocab": 128256}  # fmt: skip
         fp8 = "loat8" in row["technique"]
+        # Layers are compiled, except where only FSDP is listed.
         train = {"global_batch": local * data, "micro_batch": 1, "precision": "fp8" if fp8 else "bf16",
-                 "fp8_scaling": "row" if "rowwise" in row["technique"] else "tensor"}  # fmt: skip
+                 "fp8_scaling": "row" if "rowwise" in row["technique"] else "tensor",
+                 "compile": row["technique"] != "FSDP"}  # fmt: skip
         recipe = Recipe.model_validate(
             {"name": "case", "model": model, "data": {"sequence_length": length}, "train": train}
         )
@@ -304,16 +310,14 @@ def torchtitan(folder: Path) -> Iterator[Case]:
             layout(tensor, data, pipeline, micro, even(layers, pipeline * virtual), [("h100", gpus // 8)],
                    context=context, zero=3, virtual=virtual, schedule="interleaved" if virtual > 1 else "1f1b",
                    recompute=recompute, sequence_parallel=tensor > 1),
-            titan(row["technique"]),
+            as_run(titan(row["technique"]), recipe, splits_backward=False),
             peak_bytes=float(row["peak_mem_GiB"]) * 2**30 if row["peak_mem_GiB"] else None,
         )  # fmt: skip
 
 
 def titan(technique: str) -> Software:
-    """TorchTitan as in a row of its tables: layers are compiled, except where only FSDP is listed."""
-    found = TORCHTITAN_EAGER if technique == "FSDP" else TORCHTITAN
-    overlaps = re.search(r"async ?tp", technique, re.IGNORECASE) is not None
-    return replace(found, exposed_exchange=ASYNC_TP) if overlaps else found
+    """TorchTitan as in a row of its tables."""
+    return KNOWN["torchtitan-async-tp" if re.search(r"async ?tp", technique, re.IGNORECASE) else "torchtitan"]
 
 
 def cases(folder: Path) -> list[Case]:

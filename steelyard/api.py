@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -149,18 +149,28 @@ def prune(
     return pruning.prune(request)
 
 
-def plan(recipe: RecipeLike, cluster: Cluster | PathLike, objective: str = "time", top: int = 10) -> SearchResult:
+def plan(
+    recipe: RecipeLike, cluster: Cluster | PathLike, objective: str = "time", top: int = 10,
+    software: str = "steelyard", calibration: bool = True,
+) -> SearchResult:  # fmt: skip
     """Search the layouts of a recipe on a cluster; `plans` of the result is sorted, best first.
 
-    `objective` is `time`, `cost`, `energy`, or `pareto` for the Pareto front of time and price.
+    `objective` is `time`, `cost`, `energy`, or `pareto` for the Pareto front of time and price. `software` is the
+    training program, as in `steelyard plan --software`. `calibration` uses that which is stored beside a cluster file.
     """
     from steelyard.planning import cluster as clusters
+    from steelyard.planning import site_calibration
     from steelyard.planning.search import search
+    from steelyard.planning.software import KNOWN
 
     _choose("objective", objective, ("time", "cost", "energy", "pareto"))
+    _choose("software", software, KNOWN)
+    program = KNOWN[software]
     machines = cluster if isinstance(cluster, clusters.Cluster) else clusters.load(os.fspath(cluster))
+    if calibration and not isinstance(cluster, clusters.Cluster):
+        machines = site_calibration.applied(machines, Path(cluster), program.name)
     machines.check_objective(objective)
-    return search(_recipe(recipe), machines, objective, top)
+    return search(_recipe(recipe), machines, objective, top, software=program)
 
 
 class OpenedRun:
@@ -249,6 +259,6 @@ def _recipe(recipe: RecipeLike) -> Recipe:
     return recipe if isinstance(recipe, Recipe) else load_recipe(os.fspath(recipe))
 
 
-def _choose(name: str, value: str, known: Sequence[str] | dict[str, Any]) -> None:
+def _choose(name: str, value: str, known: Iterable[str]) -> None:
     if value not in known:
         raise UserError(f"{name} is {value!r}", hint=f"choose one of {', '.join(known)}")

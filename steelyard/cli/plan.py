@@ -21,6 +21,7 @@ from steelyard.core.run import Run
 if TYPE_CHECKING:
     from steelyard.planning.cluster import Cluster
     from steelyard.planning.measured_layers import Profile
+    from steelyard.planning.software import Software
 
 
 class PlanObjective(StrEnum):
@@ -37,7 +38,9 @@ class Program(StrEnum):
 
     steelyard = "steelyard"
     megatron = "megatron"
+    megatron_deepspeed = "megatron-deepspeed"
     torchtitan = "torchtitan"
+    torchtitan_async_tp = "torchtitan-async-tp"
 
 
 ModelOption = Annotated[
@@ -125,7 +128,7 @@ def plan(
             hint="steelyard plan --model RECIPE --cluster CLUSTER.toml, or steelyard plan --help",
         )
     from steelyard.planning import cluster as clusters
-    from steelyard.planning import plan_report
+    from steelyard.planning import plan_report, site_calibration
     from steelyard.planning.search import given as predicted
     from steelyard.planning.search import search
     from steelyard.planning.software import KNOWN
@@ -136,14 +139,22 @@ def plan(
 
         if model is not None or software is not Program.steelyard:
             hint = "remove --model and --software"
-            raise UserError("--check reads the recipe from the run", hint=hint)
-        layers = [_profile(path, Run.open(check).recipe(), machines) for path in profiles or ()]
-        compared = checking.compare(check, machines, layers)
+            raise UserError("--check reads the recipe from the run, which Steelyard trained", hint=hint)
+        if store and (profiles or measured_files):
+            hint = "remove --profile and --measured: a plan uses a calibration where it has neither"
+            raise UserError("--store calibrates a prediction without measurements", hint=hint)
+        recipe = Run.open(check).recipe()
+        layers = [_profile(path, recipe, machines) for path in profiles or ()]
+        measured_machines = _with_ranks(machines, recipe, measured_files or (), KNOWN["steelyard"])
+        stored = site_calibration.load(site_calibration.path_beside(cluster)) if calibration else None
+        compared = checking.compare(check, measured_machines, layers, stored.runs if stored is not None else ())
+        result = checking.as_result(compared)
         if store:
-            checking.store(compared, cluster)
-        return print_result(checking.as_result(compared), json, checking.as_text(compared))
-    recipe = load_recipe(str(model), set_ or ())
-    machines = _with_evidence(machines, cluster, recipe, measured_files or (), calibration)
+            result["stored"] = [run.model_dump() for run in checking.store(compared, machines, cluster)]
+        return print_result(result, json, checking.as_text(compared))
+    recipe, program = load_recipe(str(model), set_ or ()), KNOWN[software.value]
+    machines = site_calibration.applied(machines, cluster, program.name) if calibration else machines
+    machines = _with_ranks(machines, recipe, measured_files or (), program)
     budget = (
         parse_count("--tokens", "tokens", tokens)
         if tokens is not None
@@ -153,8 +164,9 @@ def plan(
         raise UserError(f"--pareto compares time and price, not {objective.value}", hint="remove --objective")
     wanted = PlanObjective.pareto if pareto is not None else objective
     machines.check_objective(wanted.value)
-    program = KNOWN[software.value]
     measured = [_profile(path, recipe, machines) for path in profiles or ()]
+    if measured and program is not KNOWN["steelyard"]:
+        console.say("--profile has Steelyard's layers: only its rates of products, copies and links count")
     if given:
         found = predicted(recipe, machines, program, measured, imbalance)
         for _, why in found.excluded:
@@ -171,6 +183,7 @@ def plan(
             hint="use more or larger GPUs, a shorter data.sequence_length, or --set optim.offload=true",
         )
     result = plan_report.as_result(recipe, machines, found, budget, excluded, program)
+    result |= {"software": software.value, "calibration": machines.evidence.calibration or None}
     if write is not None:
         files.write_text(write, to_toml(found.plans[0].layout.written(recipe).settings()))
         ranks = found.plans[0].layout.world
@@ -186,22 +199,21 @@ def plan(
     print_result(result, json, text)
 
 
-def _with_evidence(
-    machines: Cluster, path: Path, recipe: Recipe, measured: Sequence[Path], calibration: bool
-) -> Cluster:
-    """The cluster with its site's calibration and measured ranks."""
-    from steelyard.planning import measured_ranks, site_calibration
+def _with_ranks(machines: Cluster, recipe: Recipe, measured: Sequence[Path], program: Software) -> Cluster:
+    """The cluster with measured ranks."""
+    from steelyard.planning import measured_ranks
+    from steelyard.planning.evidence import OWN
 
-    stored = site_calibration.load(site_calibration.path_beside(path)) if calibration else None
-    if stored is not None:
-        count = len(stored.runs)
-        console.say(f"calibrated with {count} run{'s' if count > 1 else ''}: {site_calibration.path_beside(path)}")
-        machines = site_calibration.calibrated(machines, stored.runs)
+    if not measured:
+        return machines
+    if program.name != OWN:
+        raise UserError(
+            f"--measured: these ranks ran Steelyard, but the plan is for {program.name}",
+            hint="remove --measured or --software; host_operation_us of the file can be set in the cluster file",
+        )
     files_read = [measured_ranks.load(each) for each in measured]
     for each, read in zip(measured, files_read, strict=True):
         measured_ranks.refuse_another(read, recipe, each, machines)
-    if not files_read:
-        return machines
     machines = measured_ranks.with_measured_hosts(files_read, machines)
     return machines.with_evidence(measured_ranks.evidence_of(files_read, recipe, machines))
 

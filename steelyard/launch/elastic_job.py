@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +38,9 @@ from steelyard.launch.backends import Option
 from steelyard.launch.job_spec import JobSpec
 from steelyard.launch.launch_record import FOLDER
 from steelyard.planning import cluster as clusters
+from steelyard.planning import site_calibration
 from steelyard.planning.cluster import Cluster, Nodes
+from steelyard.planning.site_calibration import CalibratedRun
 
 if TYPE_CHECKING:
     from steelyard.launch.submit import SubmitRequest
@@ -71,11 +73,14 @@ class ElasticJob:
     restarts: int = 0
     """How often the job may be queued again."""
     seconds_to_start: float = SECONDS_TO_START
+    calibration: list[dict[str, Any]] = field(default_factory=list)
+    """The site's calibration at submission: runs of `planning/site_calibration.py`."""
 
     @property
     def machines(self) -> Cluster:
-        """The cluster with all nodes of the job."""
-        return Cluster.model_validate(self.cluster)
+        """The cluster with all nodes of the job, and the calibration of its site."""
+        runs = [CalibratedRun.model_validate(run) for run in self.calibration]
+        return site_calibration.calibrated(Cluster.model_validate(self.cluster), runs)
 
     def ranks_of(self, type_: str) -> int:
         """Ranks on each node of a type."""
@@ -106,7 +111,9 @@ def of_request(request: SubmitRequest, spec: JobSpec) -> ElasticJob | None:
     port = ["--port", str(spec.site.port)] if spec.site.port else []
     agent = job_spec.agent_command(spec, request.on, backends.load(request.on).rank_variables, *port)
     cluster = clusters.load(request.cluster) if request.cluster else None
-    return of(spec, request.on, agent, cluster, request.recipe)
+    job = of(spec, request.on, agent, cluster, request.recipe)
+    runs = site_calibration.chosen(request.cluster)[0] if request.cluster else []
+    return replace(job, calibration=[run.model_dump() for run in runs])
 
 
 def of(spec: JobSpec, backend: str, agent: list[str], cluster: Cluster | None, recipe: Recipe) -> ElasticJob:

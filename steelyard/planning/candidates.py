@@ -105,7 +105,7 @@ class Candidates:
         """Whether the recipe's validators allow this mesh."""
         key = (tensor, context, pipeline)
         if key not in self.allowed:
-            self.allowed[key] = layout_space.agrees(self.recipe, *key)
+            self.allowed[key] = layout_space.agrees(self.recipe, self.limits, *key)
         return self.allowed[key]
 
     def predictor(self, layout: Layout) -> Predictor:

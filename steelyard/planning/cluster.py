@@ -38,7 +38,7 @@ bandwidth_gb = 500.0
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal
@@ -78,6 +78,8 @@ class Wire:
     bandwidth: float
     latency: float
     transport: Transport
+    slower: float = 1.0
+    """Measured / predicted seconds of communication over it."""
 
 
 class OwnGpu(Section):
@@ -164,8 +166,12 @@ class Cluster(Section):
 
     def with_evidence(self, evidence: Evidence) -> Cluster:
         """The cluster with these measurements, and those that it has."""
+        return self.with_only(self._evidence.with_(evidence))
+
+    def with_only(self, evidence: Evidence) -> Cluster:
+        """The cluster with these measurements alone."""
         made = self.with_nodes(self.nodes)
-        made._evidence = self._evidence.with_(evidence)
+        made._evidence = evidence
         return made
 
     @cached_property
@@ -183,13 +189,20 @@ class Cluster(Section):
     @cached_property
     def wires(self) -> dict[tuple[str, str], Wire]:
         """The network between each pair of node types."""
-        pairs = [(one, other) for one in self.nodes for other in self.nodes]
-        return {(one.type, other.type): (self.link(one, other) or DEFAULT_LINK).wire for one, other in pairs}
+        found = {}
+        for one, other in ((one, other) for one in self.nodes for other in self.nodes):
+            wire, pair = (self.link(one, other) or DEFAULT_LINK).wire, (one.type, other.type)
+            found[pair] = replace(wire, slower=self._evidence.network.get(frozenset(pair), 1.0))
+        return found
 
     @cached_property
     def insides(self) -> dict[str, Wire]:
         """The link between the GPUs of each type of node, per GPU and one way."""
-        return {nodes.type: _inside(nodes, self.gpu_by_type[nodes.type]) for nodes in self.nodes}
+        slower = self._evidence.inside
+        return {
+            nodes.type: replace(_inside(nodes, self.gpu_by_type[nodes.type]), slower=slower.get(nodes.type, 1.0))
+            for nodes in self.nodes
+        }
 
     def with_nodes(self, nodes: list[Nodes], links: list[Link] | None = None) -> Cluster:
         """The cluster with other nodes. A new object, because a copy would keep the cached properties."""

@@ -76,7 +76,7 @@ def send(cluster: Cluster, one: Seat, other: Seat, bytes_: float, senders: int) 
 
 def reached(wire: Wire) -> float:
     """Bytes per second that large messages reach on a link."""
-    return wire.bandwidth * REACHED[wire.transport]
+    return wire.bandwidth * REACHED[wire.transport] / wire.slower
 
 
 def group(cluster: Cluster, seats: Sequence[Seat], stride: int, size: int) -> Ring:

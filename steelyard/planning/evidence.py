@@ -3,21 +3,27 @@
 A measured rank gives factors, measured / predicted seconds, for layouts whose ranks compute the same layer: the same
 GPU, degrees of tensor, context and expert parallelism, micro-batch and recomputation. Other layouts on this GPU get the
 factors of the nearest one, so that they are compared on the same scale. Its peak memory replaces the predicted memory
-of the layout that was measured. The factors of a site hold for a GPU that has no measured rank.
+of the layout that was measured. The factors of a site hold for a GPU that has no measured rank and no profile.
+
+Factors belong to the program that was measured: they are its losses as much as those of the hardware. Predictions of
+another program leave them out. Measured rates of products, copies and links, and the speed of the host, hold for all.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    from steelyard.planning.cluster import Cluster
     from steelyard.planning.cost_table import StageCost, UnitCost
     from steelyard.planning.layout import Layout
+    from steelyard.planning.measured_layers import Profile
     from steelyard.sizes.memory import Memory
 
+OWN = "steelyard"  # the program that `steelyard plan measure` and `plan --check` measure
 LayoutKey = tuple[object, ...]
 
 
@@ -59,13 +65,30 @@ class Evidence:
     """Measured bytes of a pipeline rank of a layout."""
     overhead: float = 0.0
     """Seconds per step that a site adds: data, and what else no phase explains."""
+    inside: Mapping[str, float] = field(default_factory=dict)
+    """Measured / predicted seconds of communication inside nodes, by type."""
+    network: Mapping[frozenset[str], float] = field(default_factory=dict)
+    """The same between nodes, by their types."""
+    software: str = OWN
+    """The program that was measured."""
+    calibration: str = ""
+    """Which stored calibration is used, or why it is not."""
 
     def with_(self, other: Evidence) -> Evidence:
         """Both; where both have a measurement, the other one counts."""
         return Evidence(
             {**self.work, **other.work}, {**self.site, **other.site}, {**self.peaks, **other.peaks},
-            self.overhead + other.overhead,
+            self.overhead + other.overhead, {**self.inside, **other.inside}, {**self.network, **other.network},
+            other.software, other.calibration or self.calibration,
         )  # fmt: skip
+
+    def beside(self, gpus: Collection[str], types: Collection[str]) -> Evidence:
+        """What counts beside profiles of these GPUs, which have measured the links inside nodes of these types."""
+        return replace(
+            self,
+            site={gpu: factors for gpu, factors in self.site.items() if gpu not in gpus},
+            inside={type_: factor for type_, factor in self.inside.items() if type_ not in types},
+        )
 
     def factors(self, layout: Layout, gpu: str) -> Factors | None:
         """Those of the nearest measurement on a GPU, or else of its site."""
@@ -124,3 +147,20 @@ def layout_key(layout: Layout) -> LayoutKey:
         layout.tensor, layout.context, layout.expert, layout.pipeline, layout.virtual, layout.data, layout.zero,
         layout.sequence_parallel, layout.schedule, layout.micro_batch, layout.recompute, layout.partition,
     )  # fmt: skip
+
+
+def measured_cluster(cluster: Cluster, profiles: Mapping[str, Profile], software: str) -> Cluster:
+    """The cluster with measured links inside its nodes, where its file gives none, and the evidence of one program.
+
+    `profiles` by GPU; they count before the factors of a site.
+    """
+    found = [(nodes, cluster.gpu_of(nodes)) for nodes in cluster.nodes]
+    changed = [
+        nodes if (profile := profiles.get(gpu.name)) is None else profile.with_link(nodes, gpu) for nodes, gpu in found
+    ]
+    linked = {new.type for new, old in zip(changed, cluster.nodes, strict=True) if new != old}
+    evidence = cluster.evidence if cluster.evidence.software == software else Evidence()
+    evidence = evidence.beside(profiles, linked)
+    if not linked and evidence == cluster.evidence:
+        return cluster
+    return cluster.with_nodes(changed).with_only(evidence)

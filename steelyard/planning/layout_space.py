@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import permutations, product
 from math import gcd, prod
@@ -15,7 +15,6 @@ from steelyard.core.recipe import Recipe, validators
 from steelyard.core.recipe.blocks import ExpertsBlock
 from steelyard.core.recipe.parallel_section import ParallelSection
 from steelyard.planning.cluster import Cluster, Placement
-from steelyard.planning.software import MEGATRON, Software
 
 UNLIMITED = 100_000
 MOST_USES = 512  # With more sets of nodes than this, only round numbers of nodes are tried.
@@ -35,6 +34,8 @@ class SearchLimits:
     schedules: tuple[str, ...] = ("1f1b", "gpipe", "interleaved", "zero-bubble")
     sequences: tuple[bool, ...] = (True, False)
     """Settings of sequence parallelism to try with tensor parallelism."""
+    zero_bubble: tuple[int, ...] = (1, 2)
+    """Stages per rank under zero bubble."""
     even: bool = False
     """Whether all stages must have the same number of layers."""
     short: bool = False
@@ -61,24 +62,6 @@ def limits_for(cluster: Cluster, objective: str = "time") -> SearchLimits:
         return SearchLimits()
     meshes = {"time": 120, "pareto": 80}.get(objective, 150)
     return SearchLimits(micro_batch=8, virtual=2, arrangements=1, meshes=meshes)
-
-
-def restricted(limits: SearchLimits, software: Software) -> SearchLimits:
-    """The limits without what the software does not support.
-
-    Megatron-LM of 2021 to 2023 has 1F1B (with any number of micro-batches), interleaved 1F1B, equal stages, and a
-    distributed optimizer (ZeRO 1). It has no context parallelism, no ZeRO 2 or 3, no gpipe and no zero-bubble schedule.
-    """
-    if software is not MEGATRON:
-        return limits
-    return replace(
-        limits,
-        contexts=(1,),
-        zeros=tuple(zero for zero in limits.zeros if zero < 2),
-        schedules=tuple(name for name in limits.schedules if name in ("1f1b", "interleaved")),
-        even=True,
-        short=True,
-    )
 
 
 class Use(NamedTuple):
@@ -177,8 +160,13 @@ def contexts(recipe: Recipe, limits: SearchLimits) -> list[int]:
     return [n for n in limits.contexts if n == 1 or (length % (2 * n) == 0 and length // n >= LEAST_CONTEXT)]
 
 
-def agrees(recipe: Recipe, tensor: int, context: int, pipeline: int) -> bool:
-    """Whether the recipe's validators allow this mesh: dropout, distillation and sparsity groups exclude some."""
+def agrees(recipe: Recipe, limits: SearchLimits, tensor: int, context: int, pipeline: int) -> bool:
+    """Whether the recipe's validators allow this mesh: dropout, distillation and sparsity groups exclude some.
+
+    And whether the sequence can be divided, if tensor ranks always divide it.
+    """
+    if tensor > 1 and False not in limits.sequences and recipe.data.sequence_length % (tensor * context):
+        return False
     parallel = ParallelSection(tensor=tensor, context=context, pipeline=pipeline)
     try:
         validators.tensor(recipe.model, parallel, recipe.data.sequence_length)
@@ -222,7 +210,7 @@ def zeros(pipeline: int, columns: int, limits: SearchLimits) -> list[int]:
     """The ZeRO stages that differ for `columns` data and context ranks: a pipeline reduces gradients once per step."""
     if columns == 1:
         return [0]
-    return [zero for zero in limits.zeros if pipeline == 1 or zero < 2]
+    return [zero for zero in limits.zeros if pipeline == 1 or zero < 2] or list(limits.zeros[:1])
 
 
 def experts(recipe: Recipe, columns: int) -> tuple[int, ...]:
@@ -261,7 +249,7 @@ def schedules(recipe: Recipe, pipeline: int, rounds: int, limits: SearchLimits) 
         deep = [v for v in (1, 2, 4) if v <= limits.virtual and pipeline * v <= recipe.model.layers + 2]
         found += [("interleaved", v) for v in deep if v > 1]
         if not recipe.train.compile:
-            found += [("zero-bubble", v) for v in deep if v <= 2]
+            found += [("zero-bubble", v) for v in deep if v in limits.zero_bubble]
     return [
         (name, virtual)
         for name, virtual in found

@@ -7,7 +7,7 @@ step. Values that many layouts share are cached, because a search evaluates thou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
 from math import inf
@@ -20,7 +20,7 @@ from steelyard.planning.cluster import Cluster, Nodes
 from steelyard.planning.communication import Ring, group
 from steelyard.planning.compute import Work
 from steelyard.planning.cost_table import CostTable, Parts, RankParams, StageCost
-from steelyard.planning.evidence import layout_key, work_key
+from steelyard.planning.evidence import OWN, layout_key, measured_cluster, work_key
 from steelyard.planning.layer_dims import LayerDims
 from steelyard.planning.layout import Layout, Seat, seat_pairs
 from steelyard.planning.rank_kinds import RankKinds
@@ -44,7 +44,8 @@ MANY = 1 << 20  # ranks or micro-batches
 class Predictor:
     """The costs of one recipe on one cluster.
 
-    `imbalance` is the expert time of the busiest expert rank relative to an even load.
+    `imbalance` is the expert time of the busiest expert rank relative to an even load. The attribute `profiles` has
+    those whose layers count: under other programs only their rates do.
     """
 
     def __init__(
@@ -55,11 +56,12 @@ class Predictor:
         profiles: Sequence[Profile] = (),
         imbalance: float = 1.0,
     ) -> None:
-        self.profiles = {profile.gpu: profile for profile in profiles}
-        self.recipe, self.cluster, self.software = recipe, linked(cluster, self.profiles), software
+        measured = {profile.gpu: profile for profile in profiles}
+        self.recipe, self.cluster, self.software = recipe, measured_cluster(cluster, measured, software.name), software
+        self.profiles = measured if software.name == OWN else {}
         self.dims = LayerDims.of(recipe)
         self.each = working_bytes(recipe)
-        self.stage_costs = StageCosts(recipe, self.cluster, software, self.profiles, imbalance)
+        self.stage_costs = StageCosts(recipe, self.cluster, software, measured, imbalance)
         self.ranks = RankKinds(self.cluster)
         self._costs: dict[tuple[object, ...], dict[int, StageCost]] = {}
         self._sends: dict[tuple[object, ...], dict[int, float]] = {}
@@ -292,12 +294,3 @@ class Predictor:
             layer = sizes.all_layers // sizes.layers - experts
             self._params[key] = tuple(RankParams(layer, end, experts) for end in ends)
         return self._params[key]
-
-
-def linked(cluster: Cluster, profiles: Mapping[str, Profile]) -> Cluster:
-    """The cluster with measured links inside its nodes, where the cluster file gives none."""
-    found = [(nodes, cluster.gpu_of(nodes)) for nodes in cluster.nodes]
-    changed = [
-        nodes if (profile := profiles.get(gpu.name)) is None else profile.with_link(nodes, gpu) for nodes, gpu in found
-    ]
-    return cluster if changed == cluster.nodes else cluster.with_nodes(changed)

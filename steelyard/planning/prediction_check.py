@@ -17,11 +17,12 @@ from typing import Any
 
 from steelyard.core import units
 from steelyard.core.console import console
-from steelyard.core.errors import UserError
+from steelyard.core.errors import SteelyardError, UserError
 from steelyard.core.recipe import Recipe
 from steelyard.core.run import Run
 from steelyard.planning import phase_check, site_calibration
 from steelyard.planning.cluster import Cluster
+from steelyard.planning.evidence import OWN
 from steelyard.planning.layout import Layout, of_recipe
 from steelyard.planning.measured_layers import Profile
 from steelyard.planning.phase_check import Phase
@@ -44,7 +45,11 @@ class Compared:
     measured: float
     parts: dict[str, Phase]
     calibration: CalibratedRun | None
-    """The factors of this run, with the error of the step before and after they are applied."""
+    """The factors of this run, with the error of the step before and after a calibration with all runs."""
+    alone: float | None
+    """The error after a calibration with this run alone."""
+    others: int
+    """Stored runs that such a calibration combines with this one."""
     predicted_bytes: int
     kinds: dict[str, int]
     measured_bytes: int | None
@@ -57,8 +62,51 @@ class Compared:
         return self.predicted / self.measured - 1
 
 
-def compare(path: Path, cluster: Cluster, profiles: Sequence[Profile] = ()) -> Compared:
-    """Predict the recipe of a run on a cluster, with `profiles` if given, and read what the run measured."""
+def compare(
+    path: Path, cluster: Cluster, profiles: Sequence[Profile] = (), stored: Sequence[CalibratedRun] = ()
+) -> Compared:
+    """Predict the recipe of a run on a cluster, with `profiles` if given, and read what the run measured.
+
+    `stored` are the runs of the site's calibration. The prediction does not use them; `calibration` tells what it would
+    be with them and this run.
+    """
+    run, recipe, layout, measured = _opened(path, cluster)
+    step = Predictor.of_layout(recipe, cluster, layout, profiles=profiles).step(layout)
+    phases = phase_check.compare(step, layout.partition, recipe, path / "timeline")
+    predicted = sum(phase.predicted for phase in phases.values())
+    peaks = [int(record["peak_memory"]) for record in run.metrics() if record.get("peak_memory")]
+    fullest = max(memory_of(recipe, layout.world), key=lambda memory: memory.total)
+    before = int(run.manifest().get("memory_before") or 0)
+    calibration, alone, others = None, None, [run for run in stored if run.software == OWN]
+    if phases["forward"].measured is not None:
+        own = site_calibration.of_run(path, cluster, layout, phases, predicted / measured - 1)
+        runs = site_calibration.with_run(others, own)
+        others = runs[:-1]
+
+        def error(runs: Sequence[CalibratedRun]) -> float:
+            machines = site_calibration.calibrated(cluster, runs)
+            return Predictor.of_layout(recipe, machines, layout, profiles=profiles).parts(layout).total / measured - 1
+
+        alone, calibration = error([own]), own.model_copy(update={"error_after": error(runs)})
+    return Compared(
+        run=str(path),
+        layout=shown(layout),
+        predicted=predicted,
+        measured=measured,
+        parts=phases,
+        calibration=calibration,
+        alone=alone,
+        others=len(others),
+        predicted_bytes=fullest.total,
+        kinds=fullest.by_kind(),
+        measured_bytes=max(peaks) - before if peaks else None,
+        before=before,
+        device=str(run.manifest().get("device", "cpu")),
+    )
+
+
+def _opened(path: Path, cluster: Cluster) -> tuple[Run, Recipe, Layout, float]:
+    """A run, its recipe and layout on the cluster, and the seconds of its steps."""
     run = Run.open(path)
     recipe, world = run.recipe(), int(run.manifest().get("world_size", 1))
     seconds = [record["seconds"] for record in run.metrics() if record.get("seconds") is not None]
@@ -71,58 +119,46 @@ def compare(path: Path, cluster: Cluster, profiles: Sequence[Profile] = ()) -> C
     settings = recipe.settings()
     settings["parallel"]["data"] = recipe.parallel.data_for(world)
     recipe = type(recipe).model_validate(settings)
-    layout = of_recipe(recipe, cluster)
-    step = Predictor.of_layout(recipe, cluster, layout, profiles=profiles).step(layout)
-    phases = phase_check.compare(step, layout.partition, recipe, path / "timeline")
-    predicted, measured = sum(phase.predicted for phase in phases.values()), median(seconds[1:] or seconds)
-    peaks = [int(record["peak_memory"]) for record in run.metrics() if record.get("peak_memory")]
-    fullest = max(memory_of(recipe, world), key=lambda memory: memory.total)
-    before = int(run.manifest().get("memory_before") or 0)
-    calibration = None
-    if phases["forward"].measured is not None:
-        gpus = sorted({cluster.gpu_by_type[type_].name for type_, _ in layout.placement})
-        own = site_calibration.of_run(str(path), shown(layout), gpus, phases, predicted / measured - 1)
-        after = _calibrated_seconds(recipe, cluster, layout, own, profiles) / measured - 1
-        calibration = own.model_copy(update={"error_after": after})
-    return Compared(
-        run=str(path),
-        layout=shown(layout),
-        predicted=predicted,
-        measured=measured,
-        parts=phases,
-        calibration=calibration,
-        predicted_bytes=fullest.total,
-        kinds=fullest.by_kind(),
-        measured_bytes=max(peaks) - before if peaks else None,
-        before=before,
-        device=str(run.manifest().get("device", "cpu")),
-    )
+    return run, recipe, of_recipe(recipe, cluster), median(seconds[1:] or seconds)
 
 
-def _calibrated_seconds(
-    recipe: Recipe, cluster: Cluster, layout: Layout, own: CalibratedRun, profiles: Sequence[Profile]
-) -> float:
-    """The predicted step with the factors of a run."""
-    machines = site_calibration.calibrated(cluster, [own])
-    return Predictor.of_layout(recipe, machines, layout, profiles=profiles).parts(layout).total
+def store(compared: Compared, cluster: Cluster, path: Path) -> list[CalibratedRun]:
+    """Add the calibration of a run to the file beside the cluster file, unless it makes the prediction worse.
 
-
-def store(compared: Compared, cluster: Path) -> None:
-    """Add the calibration of a run to the file beside the cluster file, unless it makes the prediction worse."""
-    own = compared.calibration
-    if own is None:
+    Returns all stored runs with their errors under the combined calibration, which the next plan uses.
+    """
+    own, alone = compared.calibration, compared.alone
+    if own is None or alone is None:
         raise UserError(
             f"{compared.run} has no timeline to calibrate with", hint="train with log.timeline = [first, last]"
         )
-    if abs(own.error_after) > abs(own.error_before):
+    if abs(alone) > abs(own.error_before):
         raise UserError(
-            f"a calibration with {compared.run} would make its error {_percent(own.error_after)} instead of "
+            f"a calibration with {compared.run} would make its error {_percent(alone)} instead of "
             f"{_percent(own.error_before)}",
             hint="check the cluster file, or use a run with more steps in log.timeline",
         )
-    path = site_calibration.path_beside(cluster)
-    stored = site_calibration.store(path, own)
-    console.say(f"wrote {path}: plans with {cluster} use {len(stored.runs)} run{'s' if len(stored.runs) > 1 else ''}")
+    file = site_calibration.path_beside(path)
+    stored = site_calibration.load(file)
+    runs = site_calibration.with_run(stored.runs if stored is not None else (), own)
+    machines = site_calibration.calibrated(cluster, [run for run in runs if run.software == OWN])
+    runs = [_with_errors(run, cluster, machines) if run.software == OWN else run for run in runs]
+    site_calibration.write(file, runs)
+    console.say(f"wrote {file}: plans with {path} use {len(runs)} run{'s' if len(runs) > 1 else ''}")
+    for run in runs:
+        after = "not known: its folder is gone" if run.error_after is None else _percent(run.error_after)
+        console.say(f"  {run.run}: error before {_percent(run.error_before)}, after {after}")
+    return runs
+
+
+def _with_errors(run: CalibratedRun, cluster: Cluster, calibrated: Cluster) -> CalibratedRun:
+    """A stored run with its errors on the cluster before and after the calibration."""
+    try:
+        _, recipe, layout, measured = _opened(Path(run.run), cluster)
+    except SteelyardError:
+        return run.model_copy(update={"error_after": None})
+    steps = [Predictor.of_layout(recipe, each, layout).parts(layout).total for each in (cluster, calibrated)]
+    return run.model_copy(update={"error_before": steps[0] / measured - 1, "error_after": steps[1] / measured - 1})
 
 
 def as_result(compared: Compared) -> dict[str, Any]:
@@ -164,12 +200,13 @@ def _term(compared: Compared) -> str:
         return "the run has no timeline; set log.timeline = [first, last] to measure the phases"
     phase = compared.parts[name]
     how = "short" if phase.difference > 0 else "long"
-    share = abs(phase.difference) / compared.measured
+    share, after = abs(phase.difference) / compared.measured, calibration.error_after
+    stored = f" and {compared.others} stored" if compared.others else ""
     return (
         f"the term that is off most is {name}: predicted {abs(phase.difference):.4f} s too {how}, "
         f"{100 * share:.1f}% of the step\n"
-        f"calibrated with this run (--store), the error of the step is {_percent(calibration.error_after)} instead of "
-        f"{_percent(calibration.error_before)}"
+        f"calibrated with this run{stored} (--store), the error of the step is "
+        f"{_percent(compared.error if after is None else after)} instead of {_percent(calibration.error_before)}"
     )
 
 

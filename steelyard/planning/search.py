@@ -22,14 +22,14 @@ from typing import TYPE_CHECKING
 from steelyard.core.console import console
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
-from steelyard.planning import layout_space, memory_fit, partition
+from steelyard.planning import layout_space, memory_fit, partition, program_limits
 from steelyard.planning.candidates import Candidates, MeshCandidate
 from steelyard.planning.cluster import Cluster, Placement
 from steelyard.planning.layout import Layout, lacking, of_recipe
 from steelyard.planning.layout_space import UNLIMITED, SearchLimits, Use
 from steelyard.planning.predict import Predictor
 from steelyard.planning.results import Plan, SearchResult, plan_of, weight
-from steelyard.planning.software import MEGATRON, STEELYARD, Software
+from steelyard.planning.software import STEELYARD, Software
 
 if TYPE_CHECKING:
     from steelyard.planning.measured_layers import Profile
@@ -73,10 +73,10 @@ def search(
             where=recipe.where("parallel.replicate"),
             hint="remove parallel.replicate, or predict only this layout with --given",
         )
-    _refuse_for_megatron(recipe, software)
+    program_limits.refuse_recipe(recipe, software)
     if not any(gpu.peak(recipe.train.precision) for gpu in cluster.gpu_by_type.values()):
         raise lacking(recipe, sorted({gpu.name for gpu in cluster.gpu_by_type.values()}))
-    limits = layout_space.restricted(limits or layout_space.limits_for(cluster, objective), software)
+    limits = program_limits.restricted(limits or layout_space.limits_for(cluster, objective), software)
     candidates = Candidates(recipe, cluster, limits, software, profiles, imbalance)
     if objective == "pareto" and limits.meshes < UNLIMITED:  # One search would find only fast plans within the limit.
         searches = [_Search(candidates, each, top) for each in ("time", "cost")]
@@ -103,29 +103,15 @@ def given(
     imbalance: float = 1.0,
 ) -> SearchResult:
     """The recipe's own layout as the only plan; if it does not fit, it is also listed in `excluded`."""
-    _refuse_for_megatron(recipe, software)
-    layout = of_recipe(recipe, cluster, short=software is MEGATRON)
+    program_limits.refuse_recipe(recipe, software)
+    layout = of_recipe(recipe, cluster, short=program_limits.is_short(software))
+    program_limits.refuse_layout(recipe, layout, software)
     predictor = Predictor.of_layout(recipe, cluster, layout, software, profiles, imbalance)
     found = SearchResult([plan_of(predictor, layout)], looked_at=1)
     rooms = memory_fit.rooms(predictor, layout)
     if memory_fit.reason(rooms) is not None:
         found.exclude(layout, rooms)
     return found
-
-
-def _refuse_for_megatron(recipe: Recipe, software: Software) -> None:
-    if software is MEGATRON and recipe.optim.offload:
-        raise UserError(
-            "Megatron-LM of 2021 to 2023 keeps its optimizer on the GPU",
-            where=recipe.where("optim.offload"),
-            hint="remove optim.offload, or use --software steelyard",
-        )
-    if software is MEGATRON and recipe.model.blocks.has_experts:
-        raise UserError(
-            f"Megatron-LM of 2021 to 2023 is not predicted for {recipe.model.family}, which has experts",
-            where=recipe.where("model.family"),
-            hint="use --software steelyard",
-        )
 
 
 class _Search:

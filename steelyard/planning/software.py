@@ -18,6 +18,7 @@ class Software:
     """The constants of one training program."""
 
     name: str
+    """The program; its variants have the same name."""
     product_share: float
     """Share of the rate of large matrix products that the products of a training step reach: shapes, clocks, caches."""
     scores: bool
@@ -185,18 +186,25 @@ TORCHTITAN = replace(
 # TorchTitan without compiled layers. Counted: each norm moves 36 bytes per value, rotary embeddings 20.
 TORCHTITAN_EAGER = replace(TORCHTITAN, stream_passes=46.0, head_passes=10.0, inner_passes=5.0, kernels=60)
 ASYNC_TP = 0.48  # `exposed_exchange` of TorchTitan with async tensor parallelism (fitted)
+TORCHTITAN_ASYNC_TP = replace(TORCHTITAN, exposed_exchange=ASYNC_TP)
 # Steelyard without compiled layers.
-EAGER = replace(
-    STEELYARD, name="eager", stream_passes=16.0, head_passes=6.0, inner_passes=3.0, kernels=45, fused_casts=False
-)
-KNOWN = {software.name: software for software in (STEELYARD, MEGATRON, TORCHTITAN)}
+EAGER = replace(STEELYARD, stream_passes=16.0, head_passes=6.0, inner_passes=3.0, kernels=45, fused_casts=False)
+# What `--software` takes. Variants of a program keep its name: they run the same layouts with the same memory.
+KNOWN = {
+    "steelyard": STEELYARD,
+    "megatron": MEGATRON,
+    "megatron-deepspeed": DEEPSPEED,
+    "torchtitan": TORCHTITAN,
+    "torchtitan-async-tp": TORCHTITAN_ASYNC_TP,
+}
 
 
 def as_run(software: Software, recipe: Recipe, splits_backward: bool) -> Software:
     """The software as it trains a recipe: layers are compiled unless the recipe disables that or uses zero bubble.
 
-    Zero bubble splits the backward pass, and a compiled layer would run the whole backward pass twice.
+    Zero bubble splits the backward pass, and a compiled layer would run the whole backward pass twice. Async tensor
+    parallelism is a pass of the compiler.
     """
     compiled = recipe.train.compile if recipe.train.compile is not None else not splits_backward
-    eager = {STEELYARD: EAGER, TORCHTITAN: TORCHTITAN_EAGER}
+    eager = {STEELYARD: EAGER, TORCHTITAN: TORCHTITAN_EAGER, TORCHTITAN_ASYNC_TP: TORCHTITAN_EAGER}
     return software if compiled else eager.get(software, software)

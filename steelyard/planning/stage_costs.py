@@ -13,6 +13,7 @@ from steelyard.planning.cluster import Cluster, Nodes
 from steelyard.planning.communication import AllToAll, Ring, group
 from steelyard.planning.compute import Pass, Work
 from steelyard.planning.cost_table import StageCost, UnitCost
+from steelyard.planning.evidence import OWN
 from steelyard.planning.layer_dims import LayerDims
 from steelyard.planning.layout import Layout, Seat
 from steelyard.planning.software import Software
@@ -118,9 +119,12 @@ class StageCosts:
         return 2 * expert.seconds(slots) * experts.layers_share, experts.layers_share
 
     def _layer(self, work: Work) -> Pass:
-        """The passes of a layer, scaled by the nearest measurement where a profile of the GPU exists."""
+        """The passes of a layer, scaled by the nearest measurement where a profile of the GPU exists.
+
+        Profiles time Steelyard's layers, so they do not scale those of other programs.
+        """
         layer = compute.layer(work, self.dims)
-        profile = self.profiles.get(work.gpu.name)
+        profile = self.profiles.get(work.gpu.name) if self.software.name == OWN else None
         return layer if profile is None else profile.scaled(layer, work, self.dims)
 
 

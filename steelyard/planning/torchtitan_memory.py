@@ -9,7 +9,8 @@ The peak is the largest of three moments:
 - the optimizer step: weights, gradients, moments, and one more fp32 value per parameter, because it runs per tensor.
 
 In a pipeline, FSDP keeps gathered weights for all micro-batches (2 bytes per parameter) and sums gradients before it
-shards them (4). The published figures are what PyTorch's allocator reserved, including fragmentation.
+shards them (4). Under ZeRO 2 it keeps gathered weights until the backward pass. The published figures are what the
+allocator of PyTorch reserved, including fragmentation.
 """
 
 from __future__ import annotations
@@ -43,18 +44,19 @@ def _moments(recipe: Recipe, layout: Layout, micro_batches: int, rank: int) -> l
     parts = [stage_parameters(recipe, stage, layout.tensor) for stage in stages]
     held, layer = sum(part.total for part in parts), max(part.layer for part in parts)
     root = sum(part.ends for part in parts)
-    share = -(-held // (layout.data * layout.context))
+    share = -(-held // (layout.data * layout.context // recipe.parallel.replicate))
     tokens = layout.micro_batch * recipe.data.sequence_length // layout.context
     piped = layout.pipeline > 1
     kept = tokens * _kept(recipe, layout, micro_batches, rank)
-    gathered = WORKING * (held if piped else root)
-    sums = FP32 * held if piped else 0
+    stays = piped or layout.zero == 2
+    gathered = WORKING * (held if stays else root)
+    sums = FP32 * (held if piped else share if micro_batches > 1 else 0)
     last = layout.pipeline * layout.virtual - 1 in stages
     logits = LOGIT_BYTES * (tokens * recipe.model.padded_vocab // layout.tensor) if last else 0
     again = activations.layer(recipe) if layout.recompute != "none" else 0
     temporaries = tokens * (again + activations.temporaries(recipe))
     # The current layer, the next one and its flat gather buffer; a gradient, and its fp32 copy to be reduced.
-    buffers = ((0 if piped else 3 * WORKING) + WORKING + FP32) * layer
+    buffers = ((0 if stays else 3 * WORKING) + WORKING + FP32) * layer
     ends = WORKING * root if last else 0
     always = {
         "weights": FP32 * share,

@@ -13,7 +13,7 @@ from steelyard.core.recipe.load import COMMAND_LINE
 from steelyard.launch import backends
 from steelyard.planning import cluster as clusters
 from steelyard.planning import measured_layers as profiles
-from steelyard.planning import memory_fit
+from steelyard.planning import memory_fit, site_calibration
 from steelyard.planning.cluster import Cluster
 from steelyard.planning.layout import of_recipe
 from steelyard.planning.measured_layers import Profile
@@ -50,7 +50,7 @@ class PlannerPrior:
         if tune.recipe is None or not tune.plan:
             return
         if tune.cluster is not None:
-            self.cluster = clusters.load(tune.cluster)
+            self.cluster = site_calibration.applied(clusters.load(tune.cluster), Path(tune.cluster))
             if self.cluster.ranks < (tune.ranks or 1):
                 raise UserError(f"trials have {tune.ranks} ranks, but {tune.cluster} has {self.cluster.ranks} GPUs")
         self.profiles = [self._profile(Path(path)) for path in tune.profile]

@@ -108,7 +108,7 @@ def test_each_program_has_its_own_prediction():
     machines, recipe = cluster(("h200", 1, 1)), gpt(precision="bf16", hidden=2048, batch=4)
     chosen = layout([("h200", 1)], (8,))
     seconds = {name: Predictor(recipe, machines, program).seconds(chosen) for name, program in KNOWN.items()}
-    assert set(seconds) == {"steelyard", "megatron", "torchtitan"}
+    assert set(seconds) == {"steelyard", "megatron", "megatron-deepspeed", "torchtitan", "torchtitan-async-tp"}
     assert seconds["steelyard"] < seconds["torchtitan"]
     assert KNOWN["torchtitan"] is TORCHTITAN
     assert KNOWN["megatron"] is MEGATRON

@@ -1,6 +1,8 @@
 """One rank of a layout, measured on a CPU with fake process groups."""
 
+import ast
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -43,6 +45,32 @@ def test_buffers_from_other_ranks_have_finite_values():
         dist.recv(again, src=4)
         assert torch.equal(again, received)
     assert not dist.is_initialized()
+
+
+def private_imports(path: Path) -> list[str]:
+    """Modules of torch's private fake process group that a file imports."""
+    text = path.read_text(encoding="utf-8")
+    if "fake_pg" not in text and "FakeStore" not in text and "torch.testing._internal" not in text:
+        return []
+    names = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+    return [name for name in names if name.startswith("torch.testing._internal.distributed")]
+
+
+def test_torchs_private_fake_group_is_imported_in_one_file_only(tmp_path):
+    root = Path(__file__).parents[2]
+    files = [path for folder in ("steelyard", "benchmarks", "tools", "tests") for path in (root / folder).rglob("*.py")]
+    found = {path.relative_to(root).as_posix() for path in files if private_imports(path)}
+    assert found == {"steelyard/parallel/fake_group.py"}
+    other = tmp_path / "other.py"
+    for line in ("from torch.testing._internal.distributed.fake_pg import FakeStore",
+                 "def f():\n    import torch.testing._internal.distributed.fake_pg as fake"):  # fmt: skip
+        other.write_text(line)
+        assert private_imports(other)
 
 
 def test_received_slots_are_an_even_load():
