@@ -306,3 +306,16 @@ class Candidates:
             tight = layout, next(room.rank for room in rooms if not room.fits)
             self.found.exclude(layout, rooms)
         return None, tight
+
+    def settle_nearest(self) -> None:
+        """Find the nearest miss of a search without a plan, over all partitions of the layouts that do not fit.
+
+        During the search their layers are balanced by time, so that a full stage lacks more than it has to.
+        """
+        if self.limits.even:
+            return
+        for layout, _ in tuple(self.found.excluded):
+            predictor = self.predictor(layout)
+            moved = partition.by_memory(predictor, layout, self.recipe.model.layers)
+            if moved.partition != layout.partition:
+                self.found.exclude(moved, memory_fit.rooms(predictor, moved))

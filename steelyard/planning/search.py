@@ -92,6 +92,8 @@ def search(
     else:
         kept = sorted(searches[0].best.values(), key=itemgetter(0, 1))[:top]
         found.plans = sorted((candidates.plan(layout) for _, _, layout in kept), key=lambda plan: plan.value(objective))
+    if not found.plans:
+        candidates.settle_nearest()
     return found
 
 
