@@ -58,7 +58,7 @@ class _Case:
         return [(one, other) for one, other in every if one is not other or self.counts[one.type] > 1]
 
     def uses_link_inside(self, nodes: Nodes) -> bool:
-        """Whether the link of its GPUs counts: between them, and as a limit of what one of them sends to the network."""
+        """Whether the link of its GPUs counts: between them, and as a limit of what one GPU sends to the network."""
         return nodes.gpus > 1 or any(nodes.type in (one.type, other.type) for one, other in self.pairs())
 
 
