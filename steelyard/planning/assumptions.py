@@ -142,10 +142,10 @@ def assumptions(predictor: Predictor, best: Layout, searched: bool = True) -> li
     for type_ in case.counts:
         for each in _of_nodes(case, cluster.nodes_of(type_)):
             found[each] = found.get(each, False) or type_ in used
-    in_best = own.pairs()
-    for pair in case.pairs():
-        for each in _of_network(*pair, cluster.link(*pair)):
-            found[each] = found.get(each, False) or pair in in_best
+    in_best = {(one.type, other.type) for one, other in own.pairs()}
+    for one, other in case.pairs():
+        for each in _of_network(one, other, cluster.link(one, other)):
+            found[each] = found.get(each, False) or (one.type, other.type) in in_best
     if predictor.dims.experts is not None and predictor.stage_costs.imbalance == 1.0:
         text = "1, an even load on expert ranks; `expert_load` of a run's metrics shows its own"
         found["experts", "of the model", "--expert-imbalance", f"--expert-imbalance = {text}"] = best.expert > 1

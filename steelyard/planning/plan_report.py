@@ -249,10 +249,12 @@ def _budget(request: PlanRequest, plan: Plan) -> str:
     """What the token budget takes, with 80% ranges."""
     amounts = figures(request, plan)
     days = amounts["days"] or 0.0
-    ends = [_days(days * end / plan.seconds) for end in (plan.range.low, plan.range.high)]
-    text = (
-        f"{units.count(request.tokens)} tokens take {_days(days)}{' days' if days >= 0.1 else ''} ({' to '.join(ends)})"
-    )
+    if days >= 0.1:
+        took = f"{days:,.2f} days ({_range(plan, days)})"
+    else:
+        ends = [units.duration(days * DAY * end / plan.seconds) for end in (plan.range.low, plan.range.high)]
+        took = f"{units.duration(days * DAY)} ({' to '.join(ends)})"
+    text = f"{units.count(request.tokens)} tokens take {took}"
     if amounts["dollars"] is not None:
         text += f" and {amounts['dollars']:,.0f} dollars ({_range(plan, amounts['dollars'])})"
     if plan.watts:

@@ -59,6 +59,7 @@ def test_the_written_recipe_trains_as_it_is_and_its_run_can_be_checked(planning)
     assert planned.returncode == 0, planned.stderr
     answer = json.loads(planned.stdout)
     best = answer["plans"][0]
+    assert "excluded" in answer
     assert answer["tokens"] == 1_000_000
     assert sum(best["parts"].values()) == pytest.approx(best["seconds"])
     assert best["dollars"] == pytest.approx(best["days"] * 24 * 0.1)
@@ -137,8 +138,10 @@ def test_the_recipes_own_layout_can_be_predicted(planning):
     words = ("plan", "--model", "tiny.toml", "--cluster", "cluster.toml", "--given", "--json")
     found = planning.steelyard(*words, "--set", "parallel.pipeline=2", "--set", "parallel.partition=2-0")
     assert found.returncode == 0, found.stderr
-    plans = json.loads(found.stdout)["plans"]
+    answer = json.loads(found.stdout)
+    plans = answer["plans"]
     assert [plan["partition"] for plan in plans] == ["2-0"]
+    assert "excluded" not in answer
     other = planning.steelyard(*words, "--software", "megatron")
     assert json.loads(other.stdout)["plans"][0]["seconds"] != plans[0]["seconds"]
 

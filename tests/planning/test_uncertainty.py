@@ -110,7 +110,7 @@ def test_every_figure_of_a_plan_has_its_range_and_text_has_that_of_the_objective
         budget = next(line for line in text.splitlines() if " tokens take " in line)
         assert all(
             str(Range(best[f"{each}_low"], best[f"{each}_high"], "")) in budget
-            for each in ("dollars", "kilowatt_hours")
+            for each in ("days", "dollars", "kilowatt_hours")
         )
 
 
