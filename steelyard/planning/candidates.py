@@ -306,18 +306,3 @@ class Candidates:
             tight = layout, next(room.rank for room in rooms if not room.fits)
             self.found.exclude(layout, rooms)
         return None, tight
-
-    def settle_nearest(self) -> None:
-        """Find the nearest miss of a search without a plan, over all partitions of the layouts that do not fit.
-
-        During the search their layers are balanced by time, so that a full stage lacks more than it has to. Each mesh
-        has its lightest layout among those that do not fit (`may_fit`).
-        """
-        for layout, _ in () if self.limits.even else tuple(self.found.excluded):
-            zeros = layout_space.zeros(layout.pipeline, layout.data * layout.context, self.limits)
-            if layout.recompute != self.limits.recomputes[-1] or layout.zero != zeros[-1]:
-                continue
-            predictor = self.predictor(layout)
-            moved = partition.by_memory(predictor, layout, self.recipe.model.layers)
-            if moved.partition != layout.partition:
-                self.found.exclude(moved, memory_fit.rooms(predictor, moved))

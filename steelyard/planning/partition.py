@@ -93,19 +93,6 @@ def within(predictor: Predictor, layout: Layout, layers: int) -> Layout | None:
     return layout.with_partition(counts) if counts else None
 
 
-def by_memory(predictor: Predictor, layout: Layout, layers: int) -> Layout:
-    """The layout with the layers per stage for which the fullest rank lacks the least memory.
-
-    Exact if the memory of a rank is linear in its layers. Interleaved stages stay as they are, as in `within`.
-    """
-    if layout.pipeline == 1 or layout.virtual > 1:
-        return layout
-    one, two = (memory_fit.rooms(predictor, layout.with_partition((number,) * layout.pipeline)) for number in (1, 2))
-    each = [max(1, more.memory.total - less.memory.total) for less, more in zip(one, two, strict=True)]
-    lacks = [less.memory.total - less.usable - layer for less, layer in zip(one, each, strict=True)]
-    return layout.with_partition(tuple(balanced(each, lacks, layers)))
-
-
 def refined(predictor: Predictor, layout: Layout, layers: int, passes: int = FULLY) -> Layout:
     """The layout with layers moved while its simulated step becomes shorter; unchanged if no partition fits."""
     if layout.pipeline == 1:

@@ -81,8 +81,7 @@ def compare(path: Path, cluster: Cluster, profiles: Sequence[Profile] = ()) -> C
     settings["parallel"]["data"] = recipe.parallel.data_for(world)
     recipe = type(recipe).model_validate(settings)
     layout = of_recipe(recipe, cluster)
-    predictor = Predictor.of_layout(recipe, cluster, layout, profiles=profiles)
-    step = predictor.step(layout)
+    step = Predictor.of_layout(recipe, cluster, layout, profiles=profiles).step(layout)
     phases = phase_check.compare(step, layout.partition, recipe, path / "timeline")
     predicted, measured = sum(phase.predicted for phase in phases.values()), median(seconds[1:] or seconds)
     peaks = [int(record["peak_memory"]) for record in run.metrics() if record.get("peak_memory")]
@@ -99,7 +98,7 @@ def compare(path: Path, cluster: Cluster, profiles: Sequence[Profile] = ()) -> C
         layout=shown(layout),
         predicted=predicted,
         measured=measured,
-        range=plan_of(predictor, layout).range,
+        range=plan_of(Predictor.of_layout(recipe, cluster, layout, profiles=profiles), layout).range,
         parts=phases,
         calibration=calibration,
         predicted_bytes=fullest.total,
