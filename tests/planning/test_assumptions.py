@@ -142,7 +142,8 @@ def test_a_processor_and_an_extrapolated_rate_are_listed():
     texts = {(each.name, each.key): each.text for each in found if each.of == "GPU"}
     for said in ("memory_gib = 4", "fp32 = 0.05", "bandwidth_gb = 8", "watts = 15"):
         assert said in texts["cpu", "gpu"]
-    assert "sustained = 0.41 of the peak (extrapolated" in texts["a10", "sustained"]
+    share = machines.gpu_by_type["a10"].sustained
+    assert f"sustained = {share:g} of the peak (extrapolated" in texts["a10", "sustained"]
 
 
 def test_what_a_profile_measured_is_no_default():
