@@ -128,7 +128,7 @@ def plan(
             hint="steelyard plan --model RECIPE --cluster CLUSTER.toml, or steelyard plan --help",
         )
     from steelyard.planning import cluster as clusters
-    from steelyard.planning import plan_report, site_calibration
+    from steelyard.planning import plan_pages, plan_report, site_calibration
     from steelyard.planning.search import given as predicted
     from steelyard.planning.search import search
     from steelyard.planning.software import KNOWN
@@ -173,7 +173,6 @@ def plan(
             console.warn(f"this layout does not fit: {why}")
     else:
         found = search(recipe, machines, wanted.value, top, None, program, measured, imbalance)
-    text = plan_report.as_text(recipe, machines, found, budget, excluded, program)
     if not found.plans:
         why = ""
         if found.nearest is not None:
@@ -182,7 +181,10 @@ def plan(
             f"no layout of {recipe.name} fits {cluster}: {found.looked_at} layouts were tried{why}",
             hint="use more or larger GPUs, a shorter data.sequence_length, or --set optim.offload=true",
         )
-    result = plan_report.as_result(recipe, machines, found, budget, excluded, program)
+    request = plan_report.PlanRequest(
+        recipe, machines, budget, wanted.value, program, measured, imbalance, given, excluded
+    )
+    result = plan_report.as_result(request, found)
     result |= {"software": software.value, "calibration": machines.evidence.calibration or None}
     if write is not None:
         files.write_text(write, to_toml(found.plans[0].layout.written(recipe).settings()))
@@ -190,13 +192,12 @@ def plan(
         console.say(f"wrote {write}: steelyard train {write} --nproc {ranks}, or steelyard submit {write}")
         result["written"] = str(write)
     if explain is not None:
-        page = plan_report.pipeline(recipe, machines, found.plans[0], program, measured, imbalance)
-        files.write_text(explain, page)
+        files.write_text(explain, plan_pages.pipeline(request, found.plans[0]))
         result["explained"] = str(explain)
     if pareto is not None:
-        files.write_text(pareto, plan_report.frontier(recipe, found.plans, budget))
+        files.write_text(pareto, plan_pages.frontier(request, found.plans))
         result["frontier"] = str(pareto)
-    print_result(result, json, text)
+    print_result(result, json, plan_report.as_text(request, found))
 
 
 def _with_ranks(machines: Cluster, recipe: Recipe, measured: Sequence[Path], program: Software) -> Cluster:

@@ -309,6 +309,12 @@ def _refuse(cluster: Cluster, places: dict[str, str]) -> None:
     for number, gpu in enumerate(cluster.gpus):
         if gpu.name in [each.name for each in cluster.gpus[:number]]:
             raise UserError(f"the GPU {gpu.name} is defined twice", where=places.get(f"gpus.{number}.name"))
+        if gpu.fp8 is not None and gpu.bf16 is None:
+            raise UserError(
+                f"the GPU {gpu.name} has fp8 without bf16",
+                where=places.get(f"gpus.{number}.fp8"),
+                hint="set bf16 too: attention and the head compute in bf16 when train.precision is fp8",
+            )
     for number, link in enumerate(cluster.links):
         if sorted(link.between) in [sorted(each.between) for each in cluster.links[:number]]:
             raise UserError(

@@ -22,6 +22,7 @@ from steelyard.planning.cluster import Cluster, Link, Nodes, OwnGpu
 from steelyard.planning.evidence import Evidence, Factors, LayoutKey, WorkKey, layout_key, work_key
 from steelyard.planning.layout import Layout, of_recipe
 from steelyard.planning.predict import Predictor
+from steelyard.planning.results import plan_of
 from steelyard.sizes.memory import memory_of
 from steelyard.sizes.param_count import expert_keys
 
@@ -198,13 +199,20 @@ def with_prediction(result: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
     """The result of a measurement with predicted seconds beside the measured ones."""
     ranks, operation = [], result["host"]["operation_us"]
     machines = free_cluster(result["gpu"], result["world"], host_operation_us=operation)
+    own = with_world(recipe, machines.ranks)
+    layout = of_recipe(own, machines)
+    predictor = Predictor.of_layout(own, machines, layout, imbalance=result["expert_imbalance"])
+    step = plan_of(predictor, layout)
     for rank in result["ranks"]:
-        predicted = predicted_phases(recipe, machines, rank["pipeline_rank"], result["expert_imbalance"])
+        predicted = phases_of(predictor, layout, rank["pipeline_rank"])
         total = sum(predicted.values())
-        error = total / rank["compute_seconds"] - 1
-        ranks.append(
-            rank | {"predicted_seconds": predicted, "predicted_compute_seconds": total, "compute_error": error}
-        )
+        range_ = step.range.scaled(total / step.seconds)
+        ranks.append(rank | {
+            "predicted_seconds": predicted, "predicted_compute_seconds": total,
+            "predicted_compute_low": range_.low, "predicted_compute_high": range_.high,
+            "inside_range": range_.contains(rank["compute_seconds"]),
+            "compute_error": total / rank["compute_seconds"] - 1,
+        })  # fmt: skip
     return result | {"ranks": ranks}
 
 
@@ -312,7 +320,9 @@ def as_text(result: dict[str, Any]) -> str:
         rows.append(["compute of a step", *map(_ms, total), _error(*total)])
         memory = rank["predicted_bytes"], rank["peak_bytes"]
         rows.append(["peak memory", *map(units.size, memory), _error(*memory)])
-        lines.append(table(rows))
+        low, high = (_ms(rank[f"predicted_compute_{end}"]) for end in ("low", "high"))
+        where = "inside" if rank["inside_range"] else "outside"
+        lines += [table(rows), f"the measured compute is {where} the 80% range of the prediction, {low} to {high}"]
     if result["routing"]:
         lines.append(f"routing: {result['routing']}")
     lines.append("not measured:\n" + "\n".join(f"- {each}" for each in result["not_measured"]))

@@ -28,7 +28,9 @@ from steelyard.planning.measured_layers import Profile
 from steelyard.planning.phase_check import Phase
 from steelyard.planning.plan_report import shown, table
 from steelyard.planning.predict import Predictor
+from steelyard.planning.results import plan_of
 from steelyard.planning.site_calibration import CalibratedRun
+from steelyard.planning.uncertainty import Range
 from steelyard.sizes.memory import memory_of
 
 
@@ -43,6 +45,8 @@ class Compared:
     layout: str
     predicted: float
     measured: float
+    range: Range
+    """The 80% range of the predicted step."""
     parts: dict[str, Phase]
     calibration: CalibratedRun | None
     """The factors of this run, with the error of the step before and after a calibration with all runs."""
@@ -61,6 +65,11 @@ class Compared:
         """The relative error of the predicted step."""
         return self.predicted / self.measured - 1
 
+    @property
+    def is_inside(self) -> bool:
+        """Whether the measured step is inside the range of the prediction."""
+        return self.range.contains(self.measured)
+
 
 def compare(
     path: Path, cluster: Cluster, profiles: Sequence[Profile] = (), stored: Sequence[CalibratedRun] = ()
@@ -71,8 +80,8 @@ def compare(
     be with them and this run.
     """
     run, recipe, layout, measured = _opened(path, cluster)
-    step = Predictor.of_layout(recipe, cluster, layout, profiles=profiles).step(layout)
-    phases = phase_check.compare(step, layout.partition, recipe, path / "timeline")
+    predictor = Predictor.of_layout(recipe, cluster, layout, profiles=profiles)
+    phases = phase_check.compare(predictor.step(layout), layout.partition, recipe, path / "timeline")
     predicted = sum(phase.predicted for phase in phases.values())
     peaks = [int(record["peak_memory"]) for record in run.metrics() if record.get("peak_memory")]
     fullest = max(memory_of(recipe, layout.world), key=lambda memory: memory.total)
@@ -93,6 +102,7 @@ def compare(
         layout=shown(layout),
         predicted=predicted,
         measured=measured,
+        range=plan_of(predictor, layout).range,
         parts=phases,
         calibration=calibration,
         alone=alone,
@@ -169,6 +179,10 @@ def as_result(compared: Compared) -> dict[str, Any]:
         "predicted_seconds": compared.predicted,
         "measured_seconds": compared.measured,
         "error": compared.error,
+        "seconds_low": compared.range.low,
+        "seconds_high": compared.range.high,
+        "evidence": compared.range.evidence,
+        "inside_range": compared.is_inside,
         "parts": {
             name: {"predicted": phase.predicted, "measured": phase.measured} for name, phase in compared.parts.items()
         },
@@ -190,7 +204,10 @@ def as_text(compared: Compared) -> str:
         error = "" if not measured else _percent(phase.predicted / measured - 1)
         rows.append([name, f"{phase.predicted:.4f}", "" if measured is None else f"{measured:.4f}", error])
     rows.append(["total", f"{compared.predicted:.4f}", f"{compared.measured:.4f}", _percent(compared.error)])
-    return f"{compared.run}: {compared.layout}\n\n{table(rows)}\n\n{_term(compared)}\n\n{_memory(compared)}"
+    where = "inside" if compared.is_inside else "outside"
+    range_ = f"the measured step is {where} the 80% range of the prediction, {compared.range} s"
+    head = f"{compared.run}: {compared.layout}"
+    return "\n\n".join([head, table(rows), range_, _term(compared), _memory(compared)])
 
 
 def _term(compared: Compared) -> str:

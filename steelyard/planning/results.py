@@ -38,6 +38,14 @@ class Plan:
         """The number that the objective minimizes."""
         return self.seconds * weight(objective, self.price_hour, self.watts)
 
+    def range_of_value(self, objective: str) -> Range:
+        """The 80% range of that number."""
+        return self.range.scaled(weight(objective, self.price_hour, self.watts))
+
+    def ties_with(self, best: Plan, objective: str) -> bool:
+        """Whether the ranges of what the objective minimizes overlap, so that runs may order the two differently."""
+        return self.range_of_value(objective).overlaps(best.range_of_value(objective))
+
 
 def plan_of(predictor: Predictor, layout: Layout) -> Plan:
     """A layout with its prediction."""

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from steelyard.core.console import console
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
-from steelyard.planning import layout_space, memory_fit, partition, program_limits
+from steelyard.planning import layout_space, memory_fit, nearest_miss, partition, program_limits
 from steelyard.planning.candidates import Candidates, MeshCandidate
 from steelyard.planning.cluster import Cluster, Placement
 from steelyard.planning.layout import Layout, lacking, of_recipe
@@ -92,6 +92,8 @@ def search(
     else:
         kept = sorted(searches[0].best.values(), key=itemgetter(0, 1))[:top]
         found.plans = sorted((candidates.plan(layout) for _, _, layout in kept), key=lambda plan: plan.value(objective))
+    if not found.plans:
+        nearest_miss.settle(candidates)
     return found
 
 

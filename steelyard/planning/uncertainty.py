@@ -1,4 +1,4 @@
-"""How far a prediction may be off, what it assumes, and which nodes a plan leaves idle.
+"""How far a prediction may be off.
 
 The range of a step follows from the evidence of its parts. Each part has a relative error (one standard deviation of
 its logarithm) by what is known about it: a layer measured on this GPU, a rate of products that was measured or
@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from steelyard.planning.cluster import DEFAULT_LINK, HOST_OPERATION_US, LATENCY_US, Cluster, Link, Nodes
+from steelyard.planning.cluster import Cluster, Nodes
 from steelyard.planning.layout import Layout
 
 if TYPE_CHECKING:
@@ -33,15 +33,23 @@ SHARED = 0.05  # of the whole step: what no part explains, such as the choice of
 
 @dataclass(frozen=True)
 class Range:
-    """The 80% range of a step's seconds, and the weakest evidence that it rests on."""
+    """The 80% range of a step's seconds, or of what is proportional to them, and the weakest evidence behind it."""
 
     low: float
     high: float
     evidence: str
 
     def overlaps(self, other: Range) -> bool:
-        """Whether the two steps may take the same time."""
+        """Whether the two values may be the same."""
         return self.low <= other.high and other.low <= self.high
+
+    def contains(self, value: float) -> bool:
+        """Whether a value is inside."""
+        return self.low <= value <= self.high
+
+    def scaled(self, factor: float) -> Range:
+        """The range of a figure that is `factor` times this one: the relative width is the same."""
+        return Range(self.low * factor, self.high * factor, self.evidence)
 
     def __str__(self) -> str:
         low, high = (f"{value:.3g}" if value < 1000 else f"{value:,.0f}" for value in (self.low, self.high))
@@ -97,82 +105,3 @@ def _gives_share(cluster: Cluster, nodes: Nodes) -> bool:
 def _knows_inside(cluster: Cluster, nodes: Nodes) -> bool:
     """Whether the link inside a node is in the file, or is NVLink, whose bandwidth is that of the GPU."""
     return nodes.gpus == 1 or nodes.intra_GBps is not None or cluster.inside(nodes).transport == "nvlink"
-
-
-def assumptions(cluster: Cluster, layout: Layout | None = None) -> list[str]:
-    """Every default that a prediction uses because the cluster file does not give a value, in the order of the file."""
-    used = cluster.by_type if layout is None else dict.fromkeys(type_ for type_, _ in layout.placement)
-    nodes = [each for each in cluster.nodes if each.type in used]
-    found: list[str] = []
-    for each in nodes:
-        found += _assumed_of_nodes(cluster, each)
-    several = sum(each.count for each in nodes) > 1
-    pairs = [(one, other) for number, one in enumerate(nodes) for other in nodes[number:]] if several else []
-    for one, other in pairs:
-        if one is not other or one.count > 1:
-            found += _assumed_of_link(one, other, cluster.link(one, other))
-    return list(dict.fromkeys(found))
-
-
-def _assumed_of_nodes(cluster: Cluster, nodes: Nodes) -> list[str]:
-    gpu, inside = cluster.gpu_of(nodes), cluster.inside(nodes)
-    kind, source = gpu.evidence
-    own = next((each for each in cluster.gpus if each.name == nodes.gpu), None)
-    found = []
-    if own is not None:
-        missing = [key for key in ("sustained", "units", "link_gb") if key not in own.model_fields_set]
-        found += [f"GPU {gpu.name}: {key} = {getattr(gpu, key):g} (default)" for key in missing]
-    elif kind == "extrapolated":
-        found.append(f"GPU {gpu.name}: products sustain {gpu.sustained:g} of the peak (extrapolated: {source})")
-    if nodes.host_operation_us is None:
-        found.append(
-            f"nodes {nodes.type}: the host takes {HOST_OPERATION_US:g} us for a small operation (default); "
-            "set host_operation_us, which `steelyard plan measure` prints"
-        )
-    if nodes.gpus > 1 and nodes.intra_GBps is None:
-        rate = f"{inside.bandwidth / 1e9:g} GB/s over {inside.transport}"
-        shared = f", of which {nodes.gpus} GPUs share the root ports" if inside.transport == "pcie" else ""
-        found.append(f"nodes {nodes.type}: {rate} from a GPU to the others (catalogue{shared}); set intra_GBps")
-    if nodes.price_hour is None:
-        found.append(f"nodes {nodes.type}: no price_hour, so plans on them have no price")
-    return found
-
-
-def _assumed_of_link(one: Nodes, other: Nodes, link: Link | None) -> list[str]:
-    between = f"within {one.type}" if one is other else f"between {one.type} and {other.type}"
-    if link is None:
-        return [f"network {between}: {DEFAULT_LINK.GBps:g} GB/s Ethernet through sockets; add a [[links]] table"]
-    found = []
-    if link.transport is None:
-        found.append(f'network {between}: sockets (transport = "tcp"); set transport = "rdma" if it has GPUDirect RDMA')
-    if link.latency_us is None:
-        found.append(f"network {between}: latency_us = {LATENCY_US[link.transport or 'tcp']:g}")
-    return found
-
-
-@dataclass(frozen=True)
-class IdleNodes:
-    """Nodes of the cluster that a plan does not use."""
-
-    type: str
-    count: int
-    why: str
-
-
-def idle_nodes(cluster: Cluster, layout: Layout, precision: str) -> list[IdleNodes]:
-    """The nodes that a plan leaves idle, with the reason."""
-    used: dict[str, int] = {}
-    for type_, count in layout.placement:
-        used[type_] = used.get(type_, 0) + count
-    found = []
-    for nodes in cluster.nodes:
-        left, gpu = nodes.count - used.get(nodes.type, 0), cluster.gpu_of(nodes)
-        if left > 0:
-            lacks = gpu.peak(precision) is None
-            why = f"{gpu.name} has no {precision}" if lacks else "no better plan uses them"
-            found.append(IdleNodes(nodes.type, left, why))
-    ranks = sum(cluster.nodes_of(type_).gpus * count for type_, count in layout.placement)
-    if ranks > layout.world:
-        type_ = layout.placement[-1][0]
-        found.append(IdleNodes(type_, 1, f"{ranks - layout.world} GPUs of its last node are not in the mesh"))
-    return found

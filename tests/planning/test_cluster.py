@@ -34,6 +34,10 @@ NODES = [
             '[[nodes]]\ntype = "a"\ncount = 1\ngpu = "a10"\ngpus = 4\n'
             '[[links]]\nbetween = ["a", "*"]\nGBps = 1.0\n[[links]]\nbetween = ["*", "a"]\nGBps = 2.0\n', 10, "twice"
         ),
+        (
+            '[[nodes]]\ntype = "a"\ncount = 1\ngpu = "mine"\ngpus = 4\n'
+            '[[gpus]]\nname = "mine"\nmemory_gib = 80\nbandwidth_gb = 2000.0\nfp8 = 600.0\n', 10, "fp8 without bf16"
+        ),
         ("nodes = []\n", 1, "at least 1 item"),
         ('[[nodes]]\ntype = "a"\ncount = 1000000000\ngpu = "a10"\ngpus = 4\n', 3, "less than or equal to 10000"),
         ('[[nodes]]\ntype = "a"\ncount = 1\ngpu = "a10"\ngpus = 4\nprice_hour = inf\n', 6, "finite"),

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe, load_recipe
-from steelyard.planning import layout_space, memory_fit, partition, plan_report
+from steelyard.planning import layout_space, memory_fit, partition, plan_pages
 from steelyard.planning.candidates import MeshCandidate
 from steelyard.planning.cluster import Cluster
 from steelyard.planning.layout import Layout
 from steelyard.planning.layout_space import SearchLimits, Use
-from steelyard.planning.plan_report import shown
+from steelyard.planning.plan_report import PlanRequest, shown
 from steelyard.planning.predict import Predictor
 from steelyard.planning.results import weight
 from steelyard.planning.search import _loosest, search
@@ -277,7 +277,8 @@ def test_a_pipeline_is_drawn_as_it_was_predicted():
     for software in (STEELYARD, MEGATRON):
         found = search(recipe, machines, limits=limits, software=software).plans
         plan = next(plan for plan in found if plan.layout.pipeline == 2)
-        page = plan_report.pipeline(recipe, machines, plan, software)
+        page = plan_pages.pipeline(PlanRequest(recipe, machines, 10**9, software=software), plan)
+        assert f"80% range: {plan.range} s" in page
         drawn = float(page.split(" ms from left to right")[0].rsplit(" ", 1)[1]) / 1e3
         parts = plan.parts
         assert drawn == pytest.approx(parts.compute + parts.tensor + parts.bubble + parts.pipeline, rel=0.02)
