@@ -101,7 +101,7 @@ def as_text(
         blocks.append(_explanation(recipe, cluster, found.plans[0], tokens, software))
         blocks.append(_doubts(recipe, cluster, found.plans[0]))
     if not found.complete:
-        blocks.append("the cluster is large: the search evaluated only the most promising meshes")
+        blocks.append(found.incomplete)
     if excluded:
         lines = [f"  {shown(layout)}: {why}" for layout, why in found.excluded[:20]]
         more = len(found.excluded) - 20

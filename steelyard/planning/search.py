@@ -4,8 +4,11 @@ The search decides in four rounds: nodes, tensor and context degrees and micro-b
 then the order of nodes, expert degree and schedule; then recomputation, ZeRO stage and sequence parallelism
 (`candidates`). Each round has a lower bound for all layouts below a choice, and the search expands the choice with the
 lowest bound. Complete layouts are simulated. The search ends when the best simulated layouts are better than every
-remaining bound, so the result is the same as that of an exhaustive search. Layouts that do not fit in memory are
-dropped.
+remaining bound. Layouts that do not fit in memory are dropped.
+
+The partition of a layout, and the settings of the fourth round, are chosen by rules that are nearly always right. If
+the meshes with a bound below the best plan are few, all their layouts are compared (`exhaustive`), so that the first
+plan is that of an exhaustive search; otherwise the result is not `complete`.
 """
 
 from __future__ import annotations
@@ -22,13 +25,13 @@ from typing import TYPE_CHECKING
 from steelyard.core.console import console
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
-from steelyard.planning import layout_space, memory_fit, partition
+from steelyard.planning import exhaustive, layout_space, memory_fit, partition, results
 from steelyard.planning.candidates import Candidates, MeshCandidate
 from steelyard.planning.cluster import Cluster, Placement
 from steelyard.planning.layout import Layout, lacking, of_recipe
 from steelyard.planning.layout_space import UNLIMITED, SearchLimits, Use
 from steelyard.planning.predict import Predictor
-from steelyard.planning.results import Plan, SearchResult, plan_of, weight
+from steelyard.planning.results import SearchResult, plan_of, weight
 from steelyard.planning.software import MEGATRON, STEELYARD, Software
 
 if TYPE_CHECKING:
@@ -38,6 +41,9 @@ QUICK = 96  # Steps with at most this many passes get their partition refined at
 # The weight of a mesh that does not fit, or fits only after layers were moved, in the limit on finished meshes: the
 # first is rejected quickly, the second is rarely fast.
 UNFIT = 0.25
+# Why a result is not complete.
+LARGE = "the cluster is large: the search evaluated only the most promising meshes"
+MANY_PARTITIONS = "the best plan is not proven best: there are too many partitions to compare all of them"
 
 
 @contextmanager
@@ -83,16 +89,34 @@ def search(
     else:
         searches = [_Search(candidates, objective, top)]
     found = candidates.found
-    found.complete = len(searches) == 1
+    if len(searches) > 1:
+        found.incomplete = LARGE
     for each in searches:
         each.run()
-    if objective == "pareto":
-        kept = [entry for each in searches for entry in each.best.values()]
-        found.plans = _frontier([candidates.plan(layout) for layout in _promising(kept, cluster)])
-    else:
-        kept = sorted(searches[0].best.values(), key=itemgetter(0, 1))[:top]
-        found.plans = sorted((candidates.plan(layout) for _, _, layout in kept), key=lambda plan: plan.value(objective))
+    kept = sorted((entry for each in searches for entry in each.best.values()), key=itemgetter(0, 1))
+    chosen = _promising(kept, cluster) if objective == "pareto" else [layout for _, _, layout in kept[:top]]
+    found.plans = results.ranked([candidates.plan(layout) for layout in chosen], objective, top)
+    if not found.incomplete:
+        _compare_all(candidates, searches[0].compared, objective, top)
     return found
+
+
+def _compare_all(candidates: Candidates, meshes: list[MeshCandidate], objective: str, top: int) -> None:
+    """Compare all layouts of the meshes that may have a better plan than those found, if these are few."""
+    found, cluster = candidates.found, candidates.cluster
+
+    def limit(mesh: MeshCandidate) -> float:
+        return results.limit(found.plans, objective, cluster.price_hour(mesh.placement), cluster.watts(mesh.placement))
+
+    left = [mesh for mesh in meshes if candidates.bound(mesh) < limit(mesh)]
+    if sum(exhaustive.passes(candidates, mesh) for mesh in left) > exhaustive.MOST:
+        found.incomplete = MANY_PARTITIONS
+        return
+    for mesh in sorted(left, key=candidates.bound):
+        layout = exhaustive.fastest(candidates, mesh, limit(mesh))
+        if layout is not None:
+            plan = plan_of(candidates.predictor(layout), layout)
+            found.plans = results.ranked([*found.plans, plan], objective, top)
 
 
 def given(
@@ -136,6 +160,7 @@ class _Search:
         self.best: dict[tuple[object, ...], tuple[float, float, Layout]] = {}
         self.limit = float("inf")
         self.frontier: list[tuple[float, float]] = []
+        self.compared: list[MeshCandidate] = []
         self.finished = 0.0
         self.queue: list[tuple[float, int, Callable[[], None]]] = []
         self.ticket = count()
@@ -147,7 +172,7 @@ class _Search:
         for choices in opened[: self.limits.uses]:
             for bound, _, go_on in choices:
                 self._push(bound, go_on)
-        self.found.complete &= whole and len(opened) <= self.limits.uses
+        is_cut = not whole or len(opened) > self.limits.uses
         with console.progress(
             "searching", self.limits.meshes if self.limits.meshes < UNLIMITED else 0, "meshes"
         ) as bar:
@@ -158,7 +183,8 @@ class _Search:
                 before = self.finished
                 go_on()
                 bar.advance(max(0.0, self.finished - before), f"{len(self.queue)} choices left")
-        self.found.complete &= self.finished < self.limits.meshes
+        if is_cut or self.finished >= self.limits.meshes:
+            self.found.incomplete = LARGE
         self.queue.clear()  # Its entries refer to this search.
 
     def _can_compute(self, use: Use) -> bool:
@@ -239,6 +265,7 @@ class _Search:
 
         The partition of a short step is refined before it is compared, so only the bound over all partitions applies.
         """
+        self.compared.append(mesh)
         rounds = self.recipe.train.global_batch // (mesh.micro_batch * mesh.data)
         if mesh.pipeline * mesh.virtual * rounds * 2 <= QUICK:
             return self._finish(mesh, True)
@@ -306,15 +333,4 @@ def _promising(kept: list[tuple[float, float, Layout]], cluster: Cluster) -> lis
         if cost < least * (1 - 1e-9):
             chosen.append(layout)
             least = cost
-    return chosen
-
-
-def _frontier(plans: list[Plan]) -> list[Plan]:
-    """The Pareto frontier of time and price, the fastest first."""
-    chosen: list[Plan] = []
-    least = float("inf")
-    for plan in sorted(plans, key=lambda plan: (plan.seconds, plan.value("cost"))):
-        if plan.value("cost") < least * (1 - 1e-9):
-            chosen.append(plan)
-            least = plan.value("cost")
     return chosen
