@@ -41,6 +41,7 @@ QUICK = 96  # Steps with at most this many passes get their partition refined at
 # The weight of a mesh that does not fit, or fits only after layers were moved, in the limit on finished meshes: the
 # first is rejected quickly, the second is rarely fast.
 UNFIT = 0.25
+OFTEN = 256  # choices between two estimates of how many are left
 # Why a result is not complete.
 LARGE = "the cluster is large: the search evaluated only the most promising meshes"
 MANY_PARTITIONS = "the best plan is not proven best: there are too many partitions to compare all of them"
@@ -95,7 +96,12 @@ def search(
         each.run()
     kept = sorted((entry for each in searches for entry in each.best.values()), key=itemgetter(0, 1))
     chosen = _promising(kept, cluster) if objective == "pareto" else [layout for _, _, layout in kept[:top]]
-    found.plans = results.ranked([candidates.plan(layout) for layout in chosen], objective, top)
+    with console.progress("refining plans", len(chosen), "plans") as bar:
+        plans = []
+        for layout in chosen:
+            plans.append(candidates.plan(layout))
+            bar.advance()
+    found.plans = results.ranked(plans, objective, top)
     if not found.incomplete:
         _compare_all(candidates, searches[0].compared, objective, top)
     return found
@@ -108,15 +114,18 @@ def _compare_all(candidates: Candidates, meshes: list[MeshCandidate], objective:
     def limit(mesh: MeshCandidate) -> float:
         return results.limit(found.plans, objective, cluster.price_hour(mesh.placement), cluster.watts(mesh.placement))
 
-    left = [mesh for mesh in meshes if candidates.bound(mesh) < limit(mesh)]
-    if sum(exhaustive.passes(candidates, mesh) for mesh in left) > exhaustive.MOST:
+    left = sorted((mesh for mesh in meshes if candidates.bound(mesh) < limit(mesh)), key=candidates.bound)
+    passes = [exhaustive.passes(candidates, mesh) for mesh in left]
+    if sum(passes) > exhaustive.MOST:
         found.incomplete = MANY_PARTITIONS
         return
-    for mesh in sorted(left, key=candidates.bound):
-        layout = exhaustive.fastest(candidates, mesh, limit(mesh))
-        if layout is not None:
-            plan = plan_of(candidates.predictor(layout), layout)
-            found.plans = results.ranked([*found.plans, plan], objective, top)
+    with console.progress("comparing all layouts", sum(passes), "passes") as bar:
+        for mesh, work in zip(left, passes, strict=True):
+            layout = exhaustive.fastest(candidates, mesh, limit(mesh))
+            if layout is not None:
+                plan = plan_of(candidates.predictor(layout), layout)
+                found.plans = results.ranked([*found.plans, plan], objective, top)
+            bar.advance(work)
 
 
 def given(
@@ -172,20 +181,25 @@ class _Search:
         for choices in opened[: self.limits.uses]:
             for bound, _, go_on in choices:
                 self._push(bound, go_on)
-        is_cut = not whole or len(opened) > self.limits.uses
-        with console.progress(
-            "searching", self.limits.meshes if self.limits.meshes < UNLIMITED else 0, "meshes"
-        ) as bar:
-            while self.queue and self.finished < self.limits.meshes:
+        with console.progress("searching", 0, "choices") as bar:
+            for done in count(1):
+                if not self.queue or self.finished >= self.limits.meshes:
+                    break
                 bound, _, go_on = heapq.heappop(self.queue)
                 if bound >= self.limit:
                     break
-                before = self.finished
                 go_on()
-                bar.advance(max(0.0, self.finished - before), f"{len(self.queue)} choices left")
-        if is_cut or self.finished >= self.limits.meshes:
+                if done % OFTEN == 0:
+                    bar.expect(done + self._choices_left(done))
+                    bar.advance(OFTEN, f"{self.found.looked_at} layouts compared")
+        if not whole or len(opened) > self.limits.uses or self.finished >= self.limits.meshes:
             self.found.incomplete = LARGE
         self.queue.clear()  # Its entries refer to this search.
+
+    def _choices_left(self, done: int) -> float:
+        """About how many choices will still be expanded."""
+        left = sum(bound < self.limit for bound, _, _ in self.queue)
+        return min(left, done * (self.limits.meshes / self.finished - 1)) if self.finished else left
 
     def _can_compute(self, use: Use) -> bool:
         gpus = [self.cluster.gpu_of(self.cluster.nodes_of(type_)) for type_, _ in use.counts]

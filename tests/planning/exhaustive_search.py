@@ -64,6 +64,10 @@ class Space(NamedTuple):
                         placement, expert,
                     )  # fmt: skip
 
+    def everything(self) -> list[Layout]:
+        """Every layout of the space, without layers per stage."""
+        return [each for use in layout_space.uses(self.machines, self.limits)[0] for each in self.layouts(use)]
+
     def fastest(self) -> list[tuple[float, Layout]]:
         """Of each set of nodes the fastest layout that fits, with its seconds."""
         predictors = {
@@ -91,14 +95,18 @@ class Space(NamedTuple):
         points = sorted((seconds, seconds * self._weight(of, layout)) for seconds, layout in self.fastest())
         if objective != "pareto":
             return sorted(points, key=lambda point: point[1])[:1]
-        return [point for number, point in enumerate(points) if all(point[1] < other[1] * (1 - 1e-9) for other in points[:number])]
+        return [
+            point
+            for number, point in enumerate(points)
+            if all(point[1] < other[1] * (1 - 1e-9) for other in points[:number])
+        ]
 
     def _weight(self, objective: str, layout: Layout) -> float:
         nodes = layout.placement
         return weight(objective, self.machines.price_hour(nodes), self.machines.watts(nodes))
 
 
-def drawn(seed: int) -> tuple[Space, str]:
+def drawn(seed: int, batches: tuple[int, ...] = (4, 8)) -> tuple[Space, str]:
     """A small random space and an objective."""
     draw = random.Random(seed)
     objective = draw.choice(["time", "cost", "energy", "pareto"])
@@ -109,22 +117,26 @@ def drawn(seed: int) -> tuple[Space, str]:
         model |= {"family": "mixtral", "ffn": 512, "experts": 4}
     else:
         model |= {"family": "gpt", "positions": length}
-    train = {"global_batch": draw.choice([4, 8]), "micro_batch": 1, "precision": draw.choice(["fp16", "bf16"])}
+    train = {"global_batch": draw.choice(batches), "micro_batch": 1, "precision": draw.choice(["fp16", "bf16"])}
     train |= draw.choice([{}, {"compile": False}, {"compile": True}])
     data = {"sequence_length": length}
     recipe = Recipe.model_validate({"name": "drawn", "model": model, "data": data, "train": train})
     gpus, nodes = [], []
-    for name, (count, per_node) in zip("ab", draw.choice([[(1, 2), (1, 2)], [(2, 1), (1, 1)], [(1, 4)], [(2, 2)], [(3, 1)]]), strict=False):
+    for name, (count, per_node) in zip(
+        "ab", draw.choice([[(1, 2), (1, 2)], [(2, 1), (1, 1)], [(1, 4)], [(2, 2)], [(3, 1)]]), strict=False
+    ):
         rate = draw.choice([20.0, 60.0, 300.0])
         gpus.append({
-            "name": name, "memory_gib": draw.choice([0.5, 1, 2, 4, 16]), "fp16": rate, "bf16": rate, "watts": draw.choice([100, 400]),
-            "bandwidth_gb": draw.choice([300.0, 2000.0]),
+            "name": name, "memory_gib": draw.choice([0.5, 1, 2, 4, 16]), "fp16": rate, "bf16": rate,
+            "bandwidth_gb": draw.choice([300.0, 2000.0]), "watts": draw.choice([100, 400]),
         })  # fmt: skip
         nodes.append({
             "type": name, "gpu": name, "count": count, "gpus": per_node, "price_hour": draw.choice([1.0, 3.0]),
             "intra_transport": draw.choice(["pcie", "nvlink"]), "intra_GBps": draw.choice([12.0, 200.0]),
         })  # fmt: skip
-    links = [{"between": ["*", "*"], "GBps": draw.choice([0.5, 12.5, 100.0]), "transport": draw.choice(["rdma", "tcp"])}]
+    links = [
+        {"between": ["*", "*"], "GBps": draw.choice([0.5, 12.5, 100.0]), "transport": draw.choice(["rdma", "tcp"])}
+    ]
     machines = Cluster.model_validate({"nodes": nodes, "gpus": gpus, "links": links})
     software = MEGATRON if not has_experts and draw.random() < 0.15 else STEELYARD
     limits = SearchLimits(micro_batch=2, virtual=2, contexts=(1, 2))
