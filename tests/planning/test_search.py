@@ -10,14 +10,15 @@ from hypothesis import strategies as st
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe, load_recipe
 from steelyard.planning import layout_space, memory_fit, partition, plan_report
+from steelyard.planning.best_first import QUICK, loosest
 from steelyard.planning.candidates import MeshCandidate
 from steelyard.planning.cluster import Cluster
 from steelyard.planning.layout import Layout
 from steelyard.planning.layout_space import SearchLimits, Use
 from steelyard.planning.plan_report import shown
 from steelyard.planning.predict import Predictor
-from steelyard.planning.search import QUICK, _loosest, search
 from steelyard.planning.search import given as predicted
+from steelyard.planning.search import search
 from steelyard.planning.software import EAGER, MEGATRON, STEELYARD, as_run
 from steelyard.sizes.rank_check import data_ranks
 from tests.planning.exhaustive_search import Space, compositions, drawn
@@ -75,7 +76,7 @@ def test_a_space_with_too_many_partitions_is_not_called_complete():
 
 def test_a_search_shows_its_progress_and_the_time_left_in_every_phase(capsys, monkeypatch):
     monkeypatch.setattr("steelyard.core.console.SECONDS_BETWEEN_LINES", 0.0)
-    monkeypatch.setattr("steelyard.planning.search.OFTEN", 1)
+    monkeypatch.setattr("steelyard.planning.best_first.OFTEN", 1)
     search(gpt(layers=2, batch=4), cluster(("a10", 2, 1)), limits=SearchLimits(micro_batch=1))
     lines = capsys.readouterr().err.splitlines()
     for task in ("searching", "refining plans", "comparing all layouts"):
@@ -85,9 +86,9 @@ def test_a_search_shows_its_progress_and_the_time_left_in_every_phase(capsys, mo
 def test_a_mesh_is_bounded_by_zero_bubble_too_which_may_be_faster_than_1f1b():
     mesh = MeshCandidate(Use((), 0), 1, 1, 1, (("t4", 8),), 8, 1, "1f1b", 1)
     schedules = [("1f1b", 1), ("gpipe", 1), ("interleaved", 4), ("zero-bubble", 1), ("zero-bubble", 2)]
-    found = {(each.schedule, each.virtual) for each in _loosest(mesh, schedules)}
+    found = {(each.schedule, each.virtual) for each in loosest(mesh, schedules)}
     assert found == {("1f1b", 4), ("zero-bubble", 2)}
-    assert [each.schedule for each in _loosest(mesh, schedules[:1])] == ["1f1b"]
+    assert [each.schedule for each in loosest(mesh, schedules[:1])] == ["1f1b"]
 
 
 def best_with(recipe, machines, sequences, **more):
@@ -329,6 +330,12 @@ def test_any_number_of_nodes_is_tried_and_an_answer_is_only_called_complete_if_a
     assert not search(
         gpt(layers=2), many, "time", 1, SearchLimits(tensor=1, micro_batch=1, virtual=1, meshes=1)
     ).complete
+
+
+@pytest.mark.parametrize(("arrangements", "complete"), [(3, True), (2, False)])
+def test_an_answer_is_only_called_complete_if_all_orders_of_nodes_were_tried(arrangements, complete):
+    limits = SearchLimits(tensor=1, micro_batch=1, virtual=1, subsets=False, arrangements=arrangements)
+    assert search(gpt(layers=2), cluster(("a10", 2, 1), ("t4", 1, 1)), limits=limits).complete == complete
 
 
 def test_one_node_is_found_where_it_is_the_cheapest():
