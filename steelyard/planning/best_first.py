@@ -13,14 +13,14 @@ import heapq
 from collections.abc import Callable
 from functools import partial
 from itertools import count, product
+from math import inf
 
 from steelyard.core.console import console
-from steelyard.planning import layout_space, mesh_fit, partition
+from steelyard.planning import layout_space, mesh_fit, partition, results
 from steelyard.planning.candidates import Candidates, MeshCandidate
 from steelyard.planning.cluster import Placement
 from steelyard.planning.layout import Layout
 from steelyard.planning.layout_space import Use
-from steelyard.planning.results import weight
 
 QUICK = 96  # Steps with at most this many passes get their partition refined at once, others only among the best.
 # The weight of a mesh that does not fit, or fits only after layers were moved, in the limit on finished meshes: the
@@ -39,7 +39,7 @@ class BestFirst:
         self.recipe, self.cluster = candidates.recipe, candidates.cluster
         self.limits, self.found = candidates.limits, candidates.found
         self.best: dict[tuple[object, ...], tuple[float, float, Layout]] = {}
-        self.limit = float("inf")
+        self.limit = inf
         self.frontier: list[tuple[float, float]] = []
         self.compared: list[MeshCandidate] = []
         self.finished = 0.0
@@ -186,13 +186,13 @@ class BestFirst:
             self.finished -= 1 - UNFIT
 
     def _keep(self, mesh: MeshCandidate, layout: Layout, quick: bool) -> None:
+        weight = self._weight_of(layout.placement)
         if quick:
-            bound = self.candidates.predictor(layout).bound(layout) * self._weight_of(layout.placement)
-            if self._is_beaten(bound, mesh.use.counts):
+            if self._is_beaten(self.candidates.predictor(layout).bound(layout) * weight, mesh.use.counts):
                 return
-            layout = self.candidates.refined(layout, partition.QUICKLY)
+            layout = self.candidates.refined(layout, partition.QUICKLY, self.limit / weight if weight else inf)
         seconds = self.candidates.step(layout).seconds(layout.partition, settled=True)
-        value = seconds * self._weight_of(layout.placement)
+        value = seconds * weight
         key = (mesh.use, mesh.tensor, mesh.context, mesh.micro_batch, mesh.pipeline, mesh.data, mesh.expert)
         if key not in self.best or value < self.best[key][0]:
             self.best[key] = (value, seconds, layout)
@@ -200,10 +200,10 @@ class BestFirst:
                 self.frontier.append((seconds, seconds * (self.cluster.price_hour(layout.placement) or 0.0)))
                 return
             values = sorted(entry[0] for entry in self.best.values())
-            self.limit = values[self.top - 1] if len(values) >= self.top else float("inf")
+            self.limit = values[self.top - 1] if len(values) >= self.top else inf
 
     def _weight_of(self, nodes: Placement) -> float:
-        return weight(self.objective, self.cluster.price_hour(nodes), self.cluster.watts(nodes))
+        return results.weight(self.objective, self.cluster.price_hour(nodes), self.cluster.watts(nodes))
 
 
 def loosest(mesh: MeshCandidate, schedules: list[tuple[str, int]]) -> list[MeshCandidate]:

@@ -105,11 +105,11 @@ class Candidates:
         """Layers per stage, without a check of memory."""
         return (partition.evenly if self.limits.even else partition.by_time)(step)
 
-    def refined(self, layout: Layout, passes: int = partition.FULLY) -> Layout:
+    def refined(self, layout: Layout, passes: int = partition.FULLY, wanted: float = float("inf")) -> Layout:
         """The layout with its partition improved by moving single layers, with about that many simulated passes."""
         if self.limits.even:
             return layout
-        return partition.refined(self.predictor(layout), layout, self.recipe.model.layers, passes)
+        return partition.refined(self.predictor(layout), layout, self.recipe.model.layers, passes, wanted)
 
     def plan(self, layout: Layout) -> Plan:
         """The layout with its partition refined, and the time of its step by part."""

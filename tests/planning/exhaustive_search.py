@@ -17,6 +17,7 @@ from steelyard.planning.layout_space import SearchLimits, Use
 from steelyard.planning.predict import Predictor
 from steelyard.planning.results import weight
 from steelyard.planning.software import MEGATRON, STEELYARD, Software, as_run
+from steelyard.sizes.param_count import parameters
 
 
 def compositions(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
@@ -121,13 +122,14 @@ def drawn(seed: int, batches: tuple[int, ...] = (4, 8)) -> tuple[Space, str]:
     train |= draw.choice([{}, {"compile": False}, {"compile": True}])
     data = {"sequence_length": length}
     recipe = Recipe.model_validate({"name": "drawn", "model": model, "data": data, "train": train})
+    needs = 18 * parameters(recipe.model).total / 2**30 + 0.1  # GiB of weights, gradients and optimizer
     gpus, nodes = [], []
     for name, (count, per_node) in zip(
         "ab", draw.choice([[(1, 2), (1, 2)], [(2, 1), (1, 1)], [(1, 4)], [(2, 2)], [(3, 1)]]), strict=False
     ):
         rate = draw.choice([20.0, 60.0, 300.0])
         gpus.append({
-            "name": name, "memory_gib": draw.choice([0.5, 1, 2, 4, 16]), "fp16": rate, "bf16": rate,
+            "name": name, "memory_gib": draw.choice([0.3, 0.5, 0.8, 1.2, 4]) * needs, "fp16": rate, "bf16": rate,
             "bandwidth_gb": draw.choice([300.0, 2000.0]), "watts": draw.choice([100, 400]),
         })  # fmt: skip
         nodes.append({
