@@ -20,7 +20,7 @@ from steelyard.planning import layout_space, mesh_fit, partition, results
 from steelyard.planning.candidates import Candidates, MeshCandidate
 from steelyard.planning.cluster import Placement
 from steelyard.planning.layout import Layout
-from steelyard.planning.layout_space import Use
+from steelyard.planning.layout_space import UNLIMITED, Use
 
 QUICK = 96  # Steps with at most this many passes get their partition refined at once, others only among the best.
 # The weight of a mesh that does not fit, or fits only after layers were moved, in the limit on finished meshes: the
@@ -71,8 +71,9 @@ class BestFirst:
 
     def _choices_left(self, done: int) -> float:
         """About how many choices will still be expanded."""
-        left = sum(bound < self.limit for bound, _, _ in self.queue)
-        return min(left, done * (self.limits.meshes / self.finished - 1)) if self.finished else left
+        if self.finished and self.limits.meshes < UNLIMITED:
+            return done * (self.limits.meshes / self.finished - 1)
+        return sum(bound < self.limit for bound, _, _ in self.queue)
 
     def _can_compute(self, use: Use) -> bool:
         gpus = [self.cluster.gpu_of(self.cluster.nodes_of(type_)) for type_, _ in use.counts]
