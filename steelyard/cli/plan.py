@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from enum import StrEnum
@@ -265,17 +266,22 @@ def profile(
 ) -> None:
     """Measure layers, matrix products, copies and links on this machine, for `steelyard plan --profile`.
 
+    It takes at most about a minute; the output names what was left out for lack of time.
+
     Example: steelyard plan profile --model llama3.1-8b --tensor 1,2,4 --out h100.toml
     """
+    began = time.monotonic()  # The import of torch is part of the command's time.
     from steelyard.training.layer_profile import measure
 
     recipe = load_recipe(model, set_ or ())
-    measured = measure(recipe, _numbers("--tensor", tensor), _numbers("--micro-batch", micro_batch), links)
+    degrees, sizes = _numbers("--tensor", tensor), _numbers("--micro-batch", micro_batch)
+    measured = measure(recipe, degrees, sizes, links, began=began)
     files.write_text(out, to_toml(measured))
     rows = [f"tensor {one['tensor']}, micro-batch {one['micro_batch']}: forward {1e3 * one['forward']:.3f} ms, "
             f"backward {1e3 * one['backward']:.3f} ms" for one in measured["layers"]]  # fmt: skip
     console.say(f"wrote {out}")
     rows += [f"{name.replace('_', ' ')}: {rate:.4g}" for name, rate in measured["rates"].items()]
+    rows += [f"left out for lack of time: {what}" for what in measured["left_out"]]
     print_result(measured | {"out": str(out)}, json, "\n".join([measured["device"], *rows]))
 
 

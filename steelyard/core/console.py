@@ -173,6 +173,12 @@ class ProgressBar:
             self.last_line = now
             self.console.say(self.line())
 
+    def expect(self, total: float) -> None:
+        """Correct a total that is only estimated."""
+        self.total = total
+        if self.bar is not None:
+            self.bar.update(self.row, total=total or None)
+
     def line(self) -> str:
         """The progress as a line of a log."""
         if not self.unit:
@@ -188,6 +194,8 @@ class ProgressBar:
         return (self.done - self.done_before) / max(time.monotonic() - self.started, 1e-9)
 
     def _speed(self) -> str:
+        if self.unit == "s":  # A task with a time limit: its rate says nothing.
+            return ""
         return f"{units.count(self._rate())} {self.unit}/s"
 
 

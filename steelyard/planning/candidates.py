@@ -1,23 +1,19 @@
-"""From a mesh to plans: which layouts of a mesh fit in memory, and which are worth a simulation.
+"""The meshes of a search, and lower bounds for the time of their layouts.
 
-A mesh leaves recomputation, ZeRO stage, sequence parallelism and layers per stage open. Sequence parallelism is chosen
-per layout. It divides the memory traffic and the sends of the residual stream, but launches two collectives instead of
-one, so small layers that wait for the host are faster without it. It usually saves memory, except under selective
-recomputation on two tensor ranks, which keeps the gathered tensors. One of the two settings is skipped only if it is no
-faster in any stage, or if it takes no less memory than the other, which did not fit.
+A mesh leaves recomputation, ZeRO stage, sequence parallelism and layers per stage open (`mesh_fit`). What many meshes
+share is computed once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from itertools import product
 from math import gcd
 from operator import gt
 from typing import TYPE_CHECKING, NamedTuple
 
 from steelyard.core.recipe import Recipe
-from steelyard.planning import layout_space, memory_fit, partition
+from steelyard.planning import layout_space, partition
 from steelyard.planning.cluster import Cluster, Placement
 from steelyard.planning.layout import Layout
 from steelyard.planning.layout_space import SearchLimits, Use, Variant
@@ -62,17 +58,6 @@ class MeshCandidate(NamedTuple):
             placement=self.placement,
             expert=self.expert,
         )
-
-
-@dataclass
-class Fitting:
-    """The layouts of a mesh that fit with one setting of recomputation."""
-
-    layouts: list[Layout]
-    left: list[bool]
-    """Settings of sequence parallelism that do not fit, and may fit with more recomputation."""
-    squeezed: bool
-    """Whether a layout fits only after layers were moved off stages without enough memory."""
 
 
 class Candidates:
@@ -120,11 +105,11 @@ class Candidates:
         """Layers per stage, without a check of memory."""
         return (partition.evenly if self.limits.even else partition.by_time)(step)
 
-    def refined(self, layout: Layout, passes: int = partition.FULLY) -> Layout:
+    def refined(self, layout: Layout, passes: int = partition.FULLY, wanted: float = float("inf")) -> Layout:
         """The layout with its partition improved by moving single layers, with about that many simulated passes."""
         if self.limits.even:
             return layout
-        return partition.refined(self.predictor(layout), layout, self.recipe.model.layers, passes)
+        return partition.refined(self.predictor(layout), layout, self.recipe.model.layers, passes, wanted)
 
     def plan(self, layout: Layout) -> Plan:
         """The layout with its partition refined, and the time of its step by part."""
@@ -236,73 +221,3 @@ class Candidates:
             self.lightest[key] = self.predictor(layout).lightest(layout, zeros)
         each = product(self.lightest[key], self.bounding(mesh))
         return [mesh.layout(Variant(recompute, zero, sequence)) for zero, sequence in each]
-
-    def may_fit(self, mesh: MeshCandidate) -> bool:
-        """Whether the layout of the mesh that needs the least memory fits; if not, none of its layouts does."""
-        zeros = self.zeros(mesh)[-1:]
-        return bool(self.fitting(mesh, self.limits.recomputes[-1], self.sequences(mesh), zeros).layouts)
-
-    def fitting(
-        self, mesh: MeshCandidate, recompute: str, sequences: Sequence[bool], zeros: Sequence[int] | None = None
-    ) -> Fitting:
-        """For each setting of sequence parallelism, the layout with the fastest ZeRO stage that fits."""
-        found = Fitting([], [], False)
-        zeros = self.zeros(mesh) if zeros is None else zeros
-        tight: tuple[Layout, int] | None = None
-        for sequence in sequences:
-            layout = mesh.layout(Variant(recompute, zeros[0], sequence))
-            layout = layout.with_partition(self.balanced(self.step(layout)))
-            if found.layouts and self._is_no_faster(layout, found.layouts[0]):
-                continue
-            if tight is not None and self._is_no_smaller(layout, *tight):
-                found.left.append(sequence)
-                continue
-            fits, tight = self._fitting([replace(layout, zero=zero) for zero in zeros])
-            if fits is None:
-                found.left.append(sequence)
-            else:
-                found.layouts.append(fits)
-                found.squeezed |= fits.partition != layout.partition
-        return found
-
-    def _is_no_faster(self, layout: Layout, other: Layout) -> bool:
-        """Whether no stage and no send is faster than in a layout that differs only in sequence parallelism."""
-        one, two = self.step(layout), self.step(other)
-        for counts in {layout.partition, other.partition}:
-            ours, theirs = one.times(counts), two.times(counts)
-            pairs = zip(ours.everything(), theirs.everything(), strict=True)
-            if any(mine < its for mine, its in pairs):
-                return False
-        return True
-
-    def _is_no_smaller(self, layout: Layout, other: Layout, rank: int) -> bool:
-        """Whether the layout takes no less memory than another one on the rank where that one does not fit."""
-        ours, theirs = replace(layout, zero=other.zero, partition=other.partition), other
-        [mine], [its] = (memory_fit.rooms(self.predictor(each), each, [rank]) for each in (ours, theirs))
-        return mine.memory.total >= its.memory.total
-
-    def _fitting(self, layouts: list[Layout]) -> tuple[Layout | None, tuple[Layout, int] | None]:
-        """The first layout that fits, in the order of the time of the slowest rank's passes and what follows them.
-
-        If none fits, one of them and a rank on which it does not fit.
-        """
-        timed = []
-        for number, layout in enumerate(layouts):
-            step = self.step(layout)
-            times = step.times(layout.partition)
-            after = max(sum(step.after(layout.partition, times, rank)) for rank in range(layout.pipeline))
-            timed.append((step.at_least(layout.partition) + after, number, layout))
-        tight: tuple[Layout, int] | None = None
-        for _, _, layout in sorted(timed):
-            self.found.looked_at += 1
-            predictor = self.predictor(layout)
-            rooms = memory_fit.rooms(predictor, layout, memory_fit.deciding_ranks(predictor, layout))
-            if all(room.fits for room in rooms):
-                return layout, None
-            if not self.limits.even and any(room.fits for room in rooms):
-                again = partition.within(predictor, layout, self.recipe.model.layers)
-                if again is not None:
-                    return again, None
-            tight = layout, next(room.rank for room in rooms if not room.fits)
-            self.found.exclude(layout, rooms)
-        return None, tight

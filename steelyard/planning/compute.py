@@ -76,7 +76,11 @@ class Work:
     @property
     def wide(self) -> Work:
         """The same in bf16 for attention, experts and the head, which do not use fp8."""
-        return replace(self, precision="bf16") if self.precision == "fp8" else self
+        return self.at("bf16") if self.precision == "fp8" else self
+
+    def at(self, precision: str) -> Work:
+        """The work in another precision, or in its own if a cluster file does not give the GPU's peak for the other."""
+        return self if self.gpu.peak(precision) is None else replace(self, precision=precision)
 
     @property
     def bandwidth(self) -> float:
@@ -198,7 +202,7 @@ def _experts(work: Work, dims: LayerDims, experts: ExpertDims, tokens: int) -> l
     here, imbalance = experts.experts // work.expert, work.imbalance if work.expert > 1 else 1.0
     rows = max(1, round(tokens * experts.top_k * imbalance / here))
     inner = experts.ffn // work.tensor
-    router = linear(replace(work, precision="fp32", each=FP32), tokens, dims.hidden, experts.experts)
+    router = linear(replace(work.at("fp32"), each=FP32), tokens, dims.hidden, experts.experts)
     work = work.wide
     return [router, linear(work, rows, dims.hidden, 2 * inner, here), linear(work, rows, inner, dims.hidden, here)]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import permutations, product
-from math import gcd, prod
+from itertools import accumulate, permutations, product
+from math import comb, gcd, prod
 from typing import NamedTuple
 
 from pydantic_core import PydanticCustomError
@@ -112,17 +112,15 @@ def _round(most: int, factors: tuple[int, ...] = (1, 3)) -> list[int]:
 
 def orders(use: Use, limits: SearchLimits) -> list[Placement]:
     """Orders of different nodes along the pipeline: all of them if they are few, otherwise one block per type."""
-    if len(use.counts) == 1:
-        return [use.counts]
-    total = 1
-    placed = 0
-    for _, count in use.counts:
-        for number in range(1, count + 1):
-            placed += 1
-            total = total * placed // number
-        if total > limits.arrangements:
-            return [tuple(order) for order in permutations(use.counts)]
+    if not has_all_orders(use, limits):
+        return [tuple(order) for order in permutations(use.counts)]
     return [_blocks(line) for line in _arrangements(use.counts)]
+
+
+def has_all_orders(use: Use, limits: SearchLimits) -> bool:
+    """Whether `orders` returns every order of the nodes."""
+    placed = list(accumulate(count for _, count in use.counts))
+    return prod(comb(n, count) for n, (_, count) in zip(placed, use.counts, strict=True)) <= limits.arrangements
 
 
 def _arrangements(counts: tuple[tuple[str, int], ...]) -> Iterator[tuple[str, ...]]:

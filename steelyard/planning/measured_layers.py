@@ -57,6 +57,8 @@ class Profile(Section):
     versions: dict[str, str]
     host: dict[str, str | int]
     rates: dict[str, float]
+    left_out: Annotated[list[str], Field(default_factory=list)]
+    """What was not measured for lack of time."""
     layers: Annotated[list[MeasuredLayer], Field(min_length=1)]
 
     def nearest(self, tensor: int, micro_batch: int) -> MeasuredLayer:

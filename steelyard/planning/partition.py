@@ -21,6 +21,7 @@ from steelyard.planning.step import StepCost
 
 # Passes to simulate, approximately, to refine the partition of one plan: during the search, and of plans to show.
 QUICKLY, FULLY = 2_000, 40_000
+SHORTENED = 1.25  # Moving layers shortened no step by more than a sixth: slower ones than this are not refined.
 SPARE = 3  # more layers per stage than a rank has, with which its memory is checked first
 
 
@@ -93,11 +94,16 @@ def within(predictor: Predictor, layout: Layout, layers: int) -> Layout | None:
     return layout.with_partition(counts) if counts else None
 
 
-def refined(predictor: Predictor, layout: Layout, layers: int, passes: int = FULLY) -> Layout:
-    """The layout with layers moved while its simulated step becomes shorter; unchanged if no partition fits."""
-    if layout.pipeline == 1:
+def refined(
+    predictor: Predictor, layout: Layout, layers: int, passes: int = FULLY, wanted: float = float("inf")
+) -> Layout:
+    """The layout with layers moved while its simulated step becomes shorter.
+
+    Unchanged if no partition fits, or if none can be expected to take less than the `wanted` seconds.
+    """
+    step, least = predictor.step(layout), wanted * SHORTENED
+    if layout.pipeline == 1 or step.at_least(layout.partition) >= least:
         return layout
-    step = predictor.step(layout)
     tries = max(8, passes // (layout.pipeline * layout.virtual * predictor.micro_batches(layout)))
     most = limits(predictor, layout, layers) if layout.virtual == 1 else None
     if most is not None and min(most) < 0:
@@ -106,13 +112,13 @@ def refined(predictor: Predictor, layout: Layout, layers: int, passes: int = FUL
     fits = _memory_check(predictor, layout, most)
     moves = LayerMoves(step, fits)
     found = starts(*step.per_layer(), layers, step.table.micro_batches, most)
-    best, least = layout.partition, float("inf")
+    best = None
     for start in dict.fromkeys((layout.partition, *(spread(counts, layout.virtual) for counts in found))):
         if step.at_least(start) < least:
             time = moves.simulated(start).seconds
             if time < least and fits(start):  # Checking memory costs more than simulating.
                 best, least = start, time
-    if least == float("inf"):
+    if best is None:
         return layout
     ways = (False, True) if passes > QUICKLY else (False,)  # Each ends where the other does not.
     ends = [moves.improved(best, tries, steepest) for steepest in ways]

@@ -135,7 +135,7 @@ def as_text(request: PlanRequest, found: SearchResult) -> str:
         blocks.append(_explanation(request, found.plans[0]))
         blocks.append(_doubts(request, found))
     if not found.complete:
-        blocks.append("the cluster is large: the search evaluated only the most promising meshes")
+        blocks.append(found.incomplete)
     if request.excluded:
         lines = [f"  {shown(layout)}: {why}" for layout, why in found.excluded[:20]]
         more = len(found.excluded) - 20

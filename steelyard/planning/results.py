@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from steelyard.planning import memory_fit
 from steelyard.planning.cost_table import Parts
@@ -55,6 +58,45 @@ def plan_of(predictor: Predictor, layout: Layout) -> Plan:
     return Plan(layout, parts, price, watts, range_of(cluster, predictor.profiles, layout, parts, step.host_share()))
 
 
+def ranked(plans: Sequence[Plan], objective: str, top: int) -> list[Plan]:
+    """The best plan of each mesh on a set of nodes, the best `top` first; for `pareto`, the frontier, fastest first."""
+    best: dict[tuple[object, ...], Plan] = {}
+    for plan in sorted(plans, key=lambda plan: plan.value(objective)):
+        best.setdefault(_mesh(plan.layout), plan)
+    if objective != "pareto":
+        return list(best.values())[:top]
+    chosen: list[Plan] = []
+    least = inf
+    for plan in sorted(best.values(), key=lambda plan: (plan.seconds, plan.value("cost"))):
+        if plan.value("cost") < least * (1 - 1e-9):
+            chosen.append(plan)
+            least = plan.value("cost")
+    return chosen
+
+
+def _mesh(layout: Layout) -> tuple[object, ...]:
+    nodes: Counter[str] = Counter()
+    for type_, count in layout.placement:
+        nodes[type_] += count
+    degrees = (layout.tensor, layout.context, layout.micro_batch, layout.pipeline, layout.data, layout.expert)
+    return (frozenset(nodes.items()), *degrees)
+
+
+def limit(plans: Sequence[Plan], objective: str, price_hour: float | None, watts: float | None) -> float:
+    """Seconds that a step on such nodes must be below to be better than the best plan, or part of the frontier."""
+    if objective != "pareto":
+        best = plans[:1]
+        return min(
+            (_seconds(plan.value(objective), weight(objective, price_hour, watts)) for plan in best), default=inf
+        )
+    each = weight("cost", price_hour, watts)
+    return min((max(plan.seconds, _seconds(plan.value("cost"), each)) for plan in plans), default=inf)
+
+
+def _seconds(value: float, weight: float) -> float:
+    return value / weight if weight else (inf if value else 0.0)
+
+
 @dataclass
 class SearchResult:
     """The plans that a search found, and how much it evaluated."""
@@ -66,10 +108,15 @@ class SearchResult:
     """Layouts whose memory or time was computed."""
     space: int = 0
     """Layouts that these represent."""
-    complete: bool = True
-    """Whether no layout that might be better was skipped."""
+    incomplete: str = ""
+    """Why layouts that might be better than the best plan were skipped; empty if none was."""
     nearest: tuple[int, Layout, str] | None = None
     """Of the layouts that do not fit, the one that lacks the fewest bytes, and the reason."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether no layout that might be better than the best plan was skipped."""
+        return not self.incomplete
 
     def exclude(self, layout: Layout, rooms: list[memory_fit.Room]) -> None:
         """Record a layout that does not fit."""

@@ -15,16 +15,32 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from steelyard.core.console import console
+
 ROUNDS = 10
 SMALL = 8
 
 
-def measure(device: torch.device) -> dict[str, float]:
-    """Gigabytes per second and microseconds; empty with only one GPU."""
-    if device.type == "cuda" and torch.cuda.device_count() < 2:
-        return {}
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_rank, (device.type, folder), nprocs=2, join=True)
+def can_measure(device: torch.device) -> bool:
+    """Whether this machine has two ranks: two GPUs, or a CPU."""
+    return device.type != "cuda" or torch.cuda.device_count() > 1
+
+
+def measure(device: torch.device, seconds: float) -> dict[str, float] | None:
+    """Gigabytes per second and microseconds; None if the processes take longer than that, and are ended."""
+    end = time.monotonic() + seconds
+    if seconds <= 0:
+        return None
+    with tempfile.TemporaryDirectory() as folder, console.progress("measuring the link", seconds, "s") as progress:
+        ranks = torch.multiprocessing.spawn(_rank, (device.type, folder), nprocs=2, join=False)
+        seen = time.monotonic()
+        while not ranks.join(timeout=min(0.5, max(0.0, end - time.monotonic()))):
+            progress.advance(-seen + (seen := time.monotonic()))
+            if seen >= end:
+                for process in ranks.processes:
+                    process.kill()
+                    process.join()
+                return None
         rates: dict[str, float] = json.loads((Path(folder) / "rates.json").read_text(encoding="utf-8"))
     return rates
 

@@ -6,11 +6,13 @@ compiled if a run would compile. All-reduces over tensor ranks are not included:
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -32,26 +34,49 @@ from steelyard.training import bandwidth_probe
 from steelyard.training import device as devices
 
 WARM_UP, ROUNDS = 3, 10
-BUDGET = 40.0  # Seconds for all layers. A slow device gets fewer rounds, and larger micro-batches are left out.
+# Seconds from the start of the command; what begins and ends a process takes a few more. A slow device gets fewer
+# rounds, and larger micro-batches and the link are left out.
+BUDGET = 50.0
 
 
 def measure(
-    recipe: Recipe, tensors: list[int], micro_batches: list[int], with_links: bool = False, budget: float = BUDGET
+    recipe: Recipe,
+    tensors: list[int],
+    micro_batches: list[int],
+    with_links: bool = False,
+    budget: float = BUDGET,
+    began: float | None = None,
 ) -> dict[str, Any]:
     """The profile of a recipe's layer, in the format of `plan.profile`; optionally with the link between two ranks.
 
-    Layers take about `budget` seconds, after which no further one is begun: the planner scales from the nearest
-    measured layer.
+    The command `began` then, in seconds of `time.monotonic`, and ends after about `budget` seconds. `left_out` names
+    what did not fit; the smallest layer is always measured. The planner scales from the nearest measured layer.
     """
+    began = time.monotonic() if began is None else began
+    imports = time.monotonic() - began
+    end = began + budget
     device = devices.choose(recipe)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     known = by_device_name(name)
     for tensor in tensors:  # Fail before anything is measured.
         shard_layer(measured_block(recipe), tensor)
-    layers = _layers(recipe, device, [(tensor, size) for size in sorted(micro_batches) for tensor in tensors], budget)
     rates = _rates(device, devices.compute_dtype(recipe.train.precision, device))
+    with_links = with_links and bandwidth_probe.can_measure(device)
+    # The two processes of the link import what this one did, at the same time.
+    reserved = min(3 + 2 * imports, max(0.0, end - time.monotonic()) / 2) if with_links else 0.0
+    wanted = [(tensor, size) for size in sorted(micro_batches) for tensor in tensors]
+    layers = _layers(recipe, device, wanted, end - reserved)
+    left_out = [f"tensor {tensor} x micro-batch {size}" for tensor, size in wanted[len(layers) :]]
     if with_links:
-        rates |= bandwidth_probe.measure(device)
+        found = bandwidth_probe.measure(device, end - time.monotonic())
+        rates |= found or {}
+        left_out += [] if found else ["the link between two ranks"]
+    if left_out:
+        console.warn(
+            f"left out, because this takes at most about {budget:g} s: {', '.join(left_out)}; "
+            "the planner scales from the nearest measured layer, and takes links from the cluster file"
+        )
+    layers.sort(key=lambda one: (one["tensor"], one["micro_batch"]))
     return {
         "gpu": known.name if known else name,
         "device": name,
@@ -69,6 +94,7 @@ def measure(
         },
         "host": {"machine": platform.machine(), "cores": os.cpu_count() or 1, "threads": torch.get_num_threads()},
         "rates": rates,
+        "left_out": left_out,
         "layers": layers,
     }  # fmt: skip
 
@@ -95,29 +121,37 @@ def shard_layer(layer: LayerBlock, tensor: int) -> LayerBlock:
     return replace(layer, attention=attention, mlp=replace(mlp, ffn=mlp.ffn // tensor))
 
 
-def _layers(
-    recipe: Recipe, device: torch.device, wanted: list[tuple[int, int]], budget: float
-) -> list[dict[str, float]]:
-    """Measured layers by tensor degree and micro-batch, small micro-batches first, until the time is up."""
+def _layers(recipe: Recipe, device: torch.device, wanted: list[tuple[int, int]], end: float) -> list[dict[str, float]]:
+    """Measured layers by tensor degree and micro-batch, in this order, until the time is up; at least one."""
     found: list[dict[str, float]] = []
-    end = time.monotonic() + budget
-    with console.progress("measuring layers", len(wanted), "layers") as progress:
+    expected = 0.0  # Seconds until the first round of a layer ends.
+    with console.progress("measuring layers", len(wanted) * (WARM_UP + ROUNDS), "rounds") as progress:
         for number, (tensor, micro_batch) in enumerate(wanted):
-            left = end - time.monotonic()
-            if found and left <= 0:
-                skipped = ", ".join(f"tensor {t} x micro-batch {m}" for t, m in wanted[number:])
-                console.warn(f"not measured within {budget:g} s: {skipped}; the planner scales from the nearest layer")
-                break
-            seconds = _layer(recipe, device, (tensor, micro_batch), left / (len(wanted) - number))
-            found.append({"tensor": tensor, "micro_batch": micro_batch, **seconds})
-            progress.advance(1, f"tensor {tensor}, micro-batch {micro_batch}")
-    return sorted(found, key=lambda one: (one["tensor"], one["micro_batch"]))
+            began = time.monotonic()
+            if found:
+                one_round, growth = found[-1]["forward"] + found[-1]["backward"], micro_batch / wanted[number - 1][1]
+                if began + expected + max(0.0, growth - 1) * one_round > end:
+                    break
+            note = f"tensor {tensor}, micro-batch {micro_batch}"
+            rounds = _rounds(recipe, device, (tensor, micro_batch))
+            both = [next(rounds)]
+            progress.advance(1, note)
+            expected = time.monotonic() - began
+            last = began + (end - began) / (len(wanted) - number)
+            while len(both) < WARM_UP + ROUNDS and time.monotonic() + sum(both[-1]) < last:
+                both.append(next(rounds))
+                progress.advance(1, note)
+            progress.advance(WARM_UP + ROUNDS - len(both), note)
+            timed = both[min(WARM_UP, len(both) // 2) :]
+            ahead, back = (sorted(column)[len(timed) // 2] for column in zip(*timed, strict=True))
+            found.append({"tensor": tensor, "micro_batch": micro_batch, "forward": ahead, "backward": back})
+    return found
 
 
-def _layer(recipe: Recipe, device: torch.device, size: tuple[int, int], budget: float) -> dict[str, float]:
-    """Seconds of a layer's forward and backward pass; `size` is the tensor degree and the micro-batch.
+def _rounds(recipe: Recipe, device: torch.device, size: tuple[int, int]) -> Iterator[tuple[float, float]]:
+    """Seconds of a layer's forward and backward pass, again and again; the first round compiles.
 
-    The first round compiles; no other one begins after the budget.
+    `size` is the tensor degree and the micro-batch.
     """
     tensor, micro_batch = size
     dtype = devices.compute_dtype(recipe.train.precision, device)
@@ -141,13 +175,8 @@ def _layer(recipe: Recipe, device: torch.device, size: tuple[int, int], budget: 
     def backward() -> None:
         outcome[0].backward(gradient)
 
-    both: list[tuple[float, float]] = []
-    end = time.monotonic() + budget
-    while len(both) < WARM_UP + ROUNDS and (not both or time.monotonic() < end):
-        both.append((_seconds(forward, device), _seconds(backward, device)))
-    timed = both[min(WARM_UP, len(both) // 2) :]
-    ahead, back = (sorted(column)[len(timed) // 2] for column in zip(*timed, strict=True))
-    return {"forward": ahead, "backward": back}
+    while True:
+        yield _seconds(forward, device), _seconds(backward, device)
 
 
 def _rates(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
@@ -155,9 +184,16 @@ def _rates(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     size = 4096 if device.type == "cuda" else 512
     one, other = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     block = torch.empty(1 << (28 if device.type == "cuda" else 24), dtype=torch.uint8, device=device)
-    products = min(_seconds(lambda: one @ other, device) for _ in range(ROUNDS))
-    copies = min(_seconds(block.clone, device) for _ in range(ROUNDS))
-    return {"product_tflops": 2 * size**3 / products / 1e12, "copy_gbps": 2 * block.numel() / copies / 1e9}
+    work = {"products": lambda: one @ other, "copies": block.clone}
+    least = dict.fromkeys(work, math.inf)
+    with console.progress("measuring rates", len(work) * ROUNDS, "rounds") as progress:
+        for what, _ in product(work, range(ROUNDS)):
+            least[what] = min(least[what], _seconds(work[what], device))
+            progress.advance(1, what)
+    return {
+        "product_tflops": 2 * size**3 / least["products"] / 1e12,
+        "copy_gbps": 2 * block.numel() / least["copies"] / 1e9,
+    }
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 import steelyard
 from steelyard import model as models
-from steelyard.core.console import console
+from steelyard.core.console import ProgressBar, console
 from steelyard.core.errors import RuntimeFailure, UserError
 from steelyard.core.recipe import Recipe
 from steelyard.core.recipe.log_section import LogSection
@@ -67,6 +67,7 @@ class Settings(NamedTuple):
     steps: int
     imbalance: float
     traces: Path | None
+    progress: ProgressBar
 
 
 def measure(
@@ -87,13 +88,16 @@ def measure(
             raise UserError(f"--ranks: there is no rank {rank} of {world}", hint=f"use ranks from 0 to {world - 1}")
     if recipe.finetune is not None or recipe.sparsity is not None:
         raise UserError("plan measure builds pretraining steps", hint="remove [finetune] and [sparsity]")
-    settings = Settings(world, steps, imbalance, traces)
     device = devices.choose(recipe)
     recipe = with_least_recompute(recipe, world, devices.usable_memory(device))
     name = devices.name(device)
     known = by_device_name(name)
     parallel, model = recipe.parallel, recipe.model
     has_experts = model.blocks.has_experts
+    each = WARM_UP + steps + (device.type != "cuda") + (traces is not None)
+    with console.progress("measuring", each * len(ranks), "steps") as progress:
+        settings = Settings(world, steps, imbalance, traces, progress)
+        measured = [_rank(recipe, device, rank, settings) for rank in ranks]
     return {
         "format": 1,
         "recipe": recipe.name,
@@ -126,7 +130,7 @@ def measure(
             "machine": platform.machine(), "cores": os.cpu_count() or 1, "threads": torch.get_num_threads(),
             "operation_us": operation_us(device),
         },
-        "ranks": [_rank(recipe, device, rank, settings) for rank in ranks],
+        "ranks": measured,
         "not_measured": NOT_MEASURED,
     }  # fmt: skip
 
@@ -202,7 +206,9 @@ def _steps(
     reserved = None
 
     def step() -> tuple[Tensor, Tensor, Tensor]:
-        return engine.step(next(batches), 0, 1e-5, labels, 1.0)
+        done = engine.step(next(batches), 0, 1e-5, labels, 1.0)
+        settings.progress.advance(1, f"rank {rank}")
+        return done
 
     for number in range(WARM_UP + settings.steps):
         if number == WARM_UP and device.type == "cuda":  # Compilation and autotuning allocate more than a step does.

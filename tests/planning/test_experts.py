@@ -5,6 +5,7 @@ import pytest
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe
 from steelyard.planning import communication, layout_space, memory_fit
+from steelyard.planning.cluster import Cluster
 from steelyard.planning.communication import BASE_LATENCY, REACHED
 from steelyard.planning.layout import Seats
 from steelyard.planning.layout_space import SearchLimits
@@ -111,6 +112,18 @@ def test_a_stage_of_dense_layers_does_not_hide_one_with_experts():
     rooms = memory_fit.rooms(predictor, chosen, memory_fit.deciding_ranks(predictor, chosen))
     assert [room.rank for room in rooms] == [0, 1, 2, 3]
     assert rooms[1].memory.weights < rooms[2].memory.weights
+
+
+def test_a_gpu_whose_other_peaks_are_not_given_computes_the_router_in_its_own_precision():
+    gpu = {"name": "mine", "memory_gib": 80, "bf16": 300.0, "bandwidth_gb": 2000.0}
+    nodes = [{"type": "mine", "count": 1, "gpu": "mine", "gpus": 2}]
+    without, with_ = (
+        Predictor(moe(), Cluster.model_validate({"nodes": nodes, "gpus": [gpu | more]})).seconds(
+            layout([("mine", 1)], (4,), data=2)
+        )
+        for more in ({}, {"fp32": 60.0})
+    )
+    assert without == pytest.approx(with_, rel=0.02)  # The router is small.
 
 
 def test_megatron_is_not_predicted_for_experts():

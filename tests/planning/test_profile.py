@@ -1,9 +1,12 @@
 """Measured layers take the place of reckoned ones."""
 
 import json
+import multiprocessing
+import time
 from dataclasses import replace
 
 import pytest
+import torch
 
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import load_recipe, to_toml
@@ -11,6 +14,7 @@ from steelyard.planning import measured_layers as profiles
 from steelyard.planning.compute import Work
 from steelyard.planning.predict import Predictor
 from steelyard.planning.software import STEELYARD
+from steelyard.training import bandwidth_probe
 from steelyard.training.layer_profile import measure, shard_layer
 from tests.planning.machines import cluster, layout
 
@@ -39,9 +43,44 @@ def test_a_layer_is_measured_here_and_the_planner_believes_it(recipe, tmp_path):
 
 
 def test_a_slow_machine_measures_the_smallest_micro_batch_and_names_what_it_left_out(recipe, capsys):
-    found = measure(recipe, [1], [2, 1, 4], budget=0.0)
+    found = measure(recipe, [1], [2, 1, 4], with_links=True, budget=0.0)
     assert [(one["tensor"], one["micro_batch"]) for one in found["layers"]] == [(1, 1)]
-    assert "not measured within 0 s: tensor 1 x micro-batch 2, tensor 1 x micro-batch 4" in capsys.readouterr().err
+    left_out = ["tensor 1 x micro-batch 2", "tensor 1 x micro-batch 4", "the link between two ranks"]
+    assert found["left_out"] == left_out
+    assert ", ".join(left_out) in capsys.readouterr().err
+    assert profiles.Profile.model_validate(found).left_out == left_out
+
+
+def test_the_time_limit_counts_from_the_start_of_the_command(recipe):
+    found = measure(recipe, [1], [1, 2], budget=50.0, began=time.monotonic() - 60)
+    assert found["left_out"] == ["tensor 1 x micro-batch 2"]
+
+
+def test_a_layer_whose_first_round_does_not_fit_into_the_time_is_not_begun(recipe, monkeypatch):
+    begun = []
+
+    def slow(_recipe, _device, size):
+        begun.append(size)
+        while True:
+            yield 50.0, 50.0  # Seconds of a round with micro-batch 1, and at least that with 4.
+
+    monkeypatch.setattr("steelyard.training.layer_profile._rounds", slow)
+    found = measure(recipe, [1, 2], [1, 4], budget=200.0)
+    assert begun == [(1, 1), (2, 1)]
+    assert found["left_out"] == ["tensor 1 x micro-batch 4", "tensor 2 x micro-batch 4"]
+
+
+def test_processes_that_time_a_link_for_too_long_are_ended():
+    assert bandwidth_probe.measure(torch.device("cpu"), 0.3) is None
+    assert not multiprocessing.active_children()
+
+
+def test_measurements_show_their_progress_and_the_time_left(recipe, capsys, monkeypatch):
+    monkeypatch.setattr("steelyard.core.console.SECONDS_BETWEEN_LINES", 0.0)
+    measure(recipe, [1], [1])
+    lines = capsys.readouterr().err.splitlines()
+    for task in ("measuring rates", "measuring layers"):
+        assert any(line.startswith(f"{task} ") and " left" in line for line in lines)
 
 
 def test_gpts_layers_are_measured_with_the_widths_of_a_tensor_rank(in_workplace):
@@ -99,6 +138,6 @@ def test_a_profile_of_another_model_or_with_a_mistake_is_refused(recipe, tmp_pat
 
 
 def test_a_degree_that_does_not_divide_is_refused_before_anything_is_measured(recipe, monkeypatch):
-    monkeypatch.setattr("steelyard.training.layer_profile._layer", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr("steelyard.training.layer_profile._rounds", lambda *_: pytest.fail("measured"))
     with pytest.raises(UserError, match="is not divisible by 3"):
         measure(recipe, [1, 3], [1])

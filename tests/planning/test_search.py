@@ -1,7 +1,7 @@
 """The search against looking at everything."""
 
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -10,84 +10,85 @@ from hypothesis import strategies as st
 from steelyard.core.errors import UserError
 from steelyard.core.recipe import Recipe, load_recipe
 from steelyard.planning import layout_space, memory_fit, partition, plan_pages
+from steelyard.planning.best_first import QUICK, loosest
 from steelyard.planning.candidates import MeshCandidate
 from steelyard.planning.cluster import Cluster
 from steelyard.planning.layout import Layout
 from steelyard.planning.layout_space import SearchLimits, Use
-from steelyard.planning.plan_report import PlanRequest, shown
+from steelyard.planning.plan_report import PlanRequest, as_text, shown
 from steelyard.planning.predict import Predictor
-from steelyard.planning.results import weight
-from steelyard.planning.search import _loosest, search
 from steelyard.planning.search import given as predicted
+from steelyard.planning.search import search
 from steelyard.planning.software import EAGER, MEGATRON, STEELYARD, as_run
 from steelyard.sizes.rank_check import data_ranks
+from tests.planning.exhaustive_search import Space, compositions, drawn
 from tests.planning.machines import FASOP, cluster, fasops_cluster, gpt, gpt2_xl
 
-
-def compositions(layers, stages):
-    if stages == 1:
-        yield (layers,)
-        return
-    for first in range(layers + 1):
-        for rest in compositions(layers - first, stages - 1):
-            yield (first, *rest)
+SEEDS = 24  # random spaces of the fast tests
 
 
-def exhaustive(recipe, machines, limits, objective="time"):
-    """Every layout of the space, every partition, the best that fits."""
-    best = float("inf")
-    for use in layout_space.uses(machines, limits)[0]:
-        tensors = layout_space.tensors(recipe, machines, use, limits)
-        for tensor, micro_batch in product(tensors, layout_space.micro_batches(recipe, limits)):
-            batch = recipe.train.global_batch // micro_batch
-            for pipeline, data in layout_space.meshes(use.ranks // tensor, batch, recipe.model.layers):
-                schedules = layout_space.schedules(recipe, pipeline, batch // data, limits)
-                zeros = layout_space.zeros(pipeline, data, limits)
-                orders = layout_space.orders(use, limits) if pipeline > 1 else [use.counts]
-                for (schedule, virtual), zero, recompute, placement, sequence in product(
-                    schedules, zeros, limits.recomputes, orders, layout_space.sequences(recipe, tensor, 1, limits)
-                ):
-                    predictor = Predictor(recipe, machines)
-                    if schedule == "zero-bubble":
-                        predictor = Predictor(recipe, machines, EAGER)
-                    chosen = Layout(
-                        tensor, 1, pipeline, virtual, data, zero, sequence, schedule, micro_batch, recompute, (),
-                        placement,
-                    )  # fmt: skip
-                    step = predictor.step(chosen)
-                    worth = weight(objective, machines.price_hour(placement), machines.watts(placement))
-                    for counts in compositions(recipe.model.layers, pipeline):
-                        seconds = step.seconds(partition.spread(counts, virtual)) * worth
-                        whole = chosen.with_partition(partition.spread(counts, virtual))
-                        if seconds < best and memory_fit.fits(predictor, whole):
-                            best = seconds
-    return best
-
-
-@pytest.mark.parametrize("nodes", [(("a10", 1, 2),), (("a100-40", 1, 1), ("t4", 1, 1)), (("t4", 2, 1), ("a10", 1, 1))])
-@pytest.mark.parametrize("hidden", [256, 2048])
-@pytest.mark.parametrize("objective", ["time", "cost", "energy"])
-def test_looking_at_every_plan_finds_nothing_better(nodes, hidden, objective):
-    recipe, machines = gpt(layers=3, hidden=hidden, heads=8, batch=4, length=512), cluster(*nodes, price_hour=2.0)
-    limits = SearchLimits(micro_batch=2, schedules=("1f1b", "gpipe"), recomputes=("none", "full"), zeros=(0, 1))
-    found = search(recipe, machines, objective, limits=limits, top=3)
+def found_and_best(space, objective):
+    """What the search finds, and what an exhaustive search finds, as (seconds, value)."""
+    found = search(space.recipe, space.machines, objective, 1, space.limits, space.software)
     assert found.complete
-    assert found.plans[0].value(objective) <= exhaustive(recipe, machines, limits, objective) * (1 + 1e-9)
+    of = "cost" if objective == "pareto" else objective
+    return [(plan.seconds, plan.value(of)) for plan in found.plans], space.best(objective)
+
+
+@pytest.mark.parametrize("seed", [*range(SEEDS), *(pytest.param(n, marks=pytest.mark.slow) for n in range(SEEDS, 300))])
+def test_the_search_finds_what_an_exhaustive_search_finds(seed):
+    found, best = found_and_best(*drawn(seed))
+    assert found == [pytest.approx(point, rel=1e-9) for point in best]
+
+
+@pytest.mark.parametrize("seed", [*range(8), *(pytest.param(n, marks=pytest.mark.slow) for n in range(8, 60))])
+def test_the_same_for_steps_of_many_passes(seed):
+    space, objective = drawn(seed, batches=(32, 64))
+    assert any(each.pipeline * 2 * space.recipe.train.global_batch > QUICK for each in space.everything())
+    found, best = found_and_best(space, objective)
+    assert found == [pytest.approx(point, rel=1e-9) for point in best]
+
+
+def test_the_random_spaces_contain_every_option():
+    spaces = [drawn(seed) for seed in range(SEEDS)]
+    layouts = [layout for space, _ in spaces for layout in space.everything()]
+    assert {layout.schedule for layout in layouts} == {"1f1b", "gpipe", "interleaved", "zero-bubble"}
+    assert {layout.zero for layout in layouts} == {0, 1, 2, 3}
+    assert {layout.recompute for layout in layouts} == {"none", "selective", "full"}
+    assert all(max(getattr(each, axis) for each in layouts) > 1 for axis in ("tensor", "context", "pipeline", "expert"))
+    assert {objective for _, objective in spaces} == {"time", "cost", "energy", "pareto"}
+    assert {space.software.name for space, _ in spaces} == {"steelyard", "megatron"}
 
 
 def test_nothing_better_is_missed_where_the_first_guess_of_a_partition_ranks_wrongly():
     recipe, machines = gpt(layers=6, hidden=4096, batch=8), cluster(("t4", 2, 1), ("a10", 1, 1), network=1.0)
     limits = SearchLimits(micro_batch=1, schedules=("1f1b", "gpipe"), recomputes=("none",), zeros=(0,))
-    best = search(recipe, machines, limits=limits, top=1).plans[0]
-    assert best.seconds <= exhaustive(recipe, machines, limits) * (1 + 1e-9)
+    found, best = found_and_best(Space(recipe, machines, limits), "time")
+    assert found == [pytest.approx(point, rel=1e-9) for point in best]
+
+
+def test_a_space_with_too_many_partitions_is_not_called_complete():
+    recipe, machines = gpt(layers=24, batch=64), cluster(("a10", 2, 4))
+    found = search(recipe, machines, top=1, limits=SearchLimits(micro_batch=2, virtual=1, subsets=False))
+    assert not found.complete
+    assert "too many partitions" in as_text(PlanRequest(recipe, machines, 1000), found)
+
+
+def test_a_search_shows_its_progress_and_the_time_left_in_every_phase(capsys, monkeypatch):
+    monkeypatch.setattr("steelyard.core.console.SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr("steelyard.planning.best_first.OFTEN", 1)
+    search(gpt(layers=2, batch=4), cluster(("a10", 2, 1)), limits=SearchLimits(micro_batch=1))
+    lines = capsys.readouterr().err.splitlines()
+    for task in ("searching", "refining plans", "comparing all layouts"):
+        assert any(line.startswith(f"{task} ") and " left" in line for line in lines)
 
 
 def test_a_mesh_is_bounded_by_zero_bubble_too_which_may_be_faster_than_1f1b():
     mesh = MeshCandidate(Use((), 0), 1, 1, 1, (("t4", 8),), 8, 1, "1f1b", 1)
     schedules = [("1f1b", 1), ("gpipe", 1), ("interleaved", 4), ("zero-bubble", 1), ("zero-bubble", 2)]
-    found = {(each.schedule, each.virtual) for each in _loosest(mesh, schedules)}
+    found = {(each.schedule, each.virtual) for each in loosest(mesh, schedules)}
     assert found == {("1f1b", 4), ("zero-bubble", 2)}
-    assert [each.schedule for each in _loosest(mesh, schedules[:1])] == ["1f1b"]
+    assert [each.schedule for each in loosest(mesh, schedules[:1])] == ["1f1b"]
 
 
 def best_with(recipe, machines, sequences, **more):
@@ -330,6 +331,12 @@ def test_any_number_of_nodes_is_tried_and_an_answer_is_only_called_complete_if_a
     assert not search(
         gpt(layers=2), many, "time", 1, SearchLimits(tensor=1, micro_batch=1, virtual=1, meshes=1)
     ).complete
+
+
+@pytest.mark.parametrize(("arrangements", "complete"), [(3, True), (2, False)])
+def test_an_answer_is_only_called_complete_if_all_orders_of_nodes_were_tried(arrangements, complete):
+    limits = SearchLimits(tensor=1, micro_batch=1, virtual=1, subsets=False, arrangements=arrangements)
+    assert search(gpt(layers=2), cluster(("a10", 2, 1), ("t4", 1, 1)), limits=limits).complete == complete
 
 
 def test_one_node_is_found_where_it_is_the_cheapest():

@@ -14,6 +14,7 @@ from steelyard.launch.job_spec import JobSpec, NodeGroup
 from steelyard.launch.sites import SiteSection
 from steelyard.launch.submit import SubmitRequest
 from steelyard.planning import site_calibration
+from steelyard.planning.assumptions import assumptions
 from steelyard.planning.cluster import Cluster
 from steelyard.planning.communication import REACHED, reached
 from steelyard.planning.evidence import Evidence, Factors
@@ -22,7 +23,6 @@ from steelyard.planning.predict import Predictor
 from steelyard.planning.results import plan_of
 from steelyard.planning.site_calibration import CalibratedRun, calibrated, path_beside
 from steelyard.planning.software import KNOWN, MEGATRON
-from steelyard.planning.uncertainty import assumptions
 from steelyard.tune.planner_prior import PlannerPrior
 from steelyard.tune.spec import load as load_tune
 from tests.planning.machines import gpt, layout
@@ -68,8 +68,13 @@ def test_a_calibration_scales_the_links_that_its_run_used_given_or_not(placement
 
 
 def test_a_calibrated_default_is_still_an_assumption():
-    machines = two_types()
-    assert assumptions(calibrated(machines, [run(communication=2.0)])) == assumptions(machines)
+    machines, planned = two_types(), layout([("fast", 2)], [1, 1], data=4)
+    before, after = (
+        assumptions(Predictor(gpt(), each), planned)
+        for each in (machines, calibrated(machines, [run(communication=2.0)]))
+    )
+    assert before == after
+    assert any(each.key == "intra_GBps" and each.best_plan for each in before)
 
 
 def test_a_measured_link_is_used_as_measured():

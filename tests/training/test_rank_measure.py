@@ -86,12 +86,16 @@ def test_received_slots_are_an_even_load():
         assert rows.tolist() == [[1, 2], [3, 4], [1, 2], [3, 4]]
 
 
-def test_the_measured_ranks_of_a_layout_hold_the_whole_model_together():
+def test_the_measured_ranks_of_a_layout_hold_the_whole_model_together(capsys, monkeypatch):
+    monkeypatch.setattr("steelyard.core.console.SECONDS_BETWEEN_LINES", 0.0)
     recipe = small("llama3.2-1b", "parallel.pipeline=2", "parallel.zero=3", "train.global_batch=16", "model.tied=false")
     ranks = measure(recipe, 4, range(4), steps=1)["ranks"]
     assert [rank["stages"] for rank in ranks] == [[0], [0], [1], [1]]
     padded = parameters(recipe.model, 1, padded=True).total
     assert sum(rank["parameters"] for rank in ranks) == padded
+    shown = [line for line in capsys.readouterr().err.splitlines() if line.startswith("measuring ")]
+    assert "100%" in shown[-1]
+    assert " left  rank 3" in shown[-1]
 
 
 @pytest.mark.slow
