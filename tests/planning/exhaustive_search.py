@@ -10,13 +10,13 @@ from itertools import product
 from typing import NamedTuple
 
 from steelyard.core.recipe import Recipe
-from steelyard.planning import layout_space, memory_fit
+from steelyard.planning import layout_space, memory_fit, program_limits
 from steelyard.planning.cluster import Cluster
 from steelyard.planning.layout import Layout
 from steelyard.planning.layout_space import SearchLimits, Use
 from steelyard.planning.predict import Predictor
 from steelyard.planning.results import weight
-from steelyard.planning.software import MEGATRON, STEELYARD, Software, as_run
+from steelyard.planning.software import DEEPSPEED, MEGATRON, STEELYARD, TORCHTITAN, Software, as_run
 from steelyard.sizes.param_count import parameters
 
 
@@ -50,7 +50,7 @@ class Space(NamedTuple):
                 continue
             groups, rounds = use.ranks // (tensor * context), batch // micro_batch
             for pipeline, data in layout_space.meshes(groups, rounds, recipe.model.layers):
-                if not layout_space.agrees(recipe, tensor, context, pipeline):
+                if not layout_space.agrees(recipe, limits, tensor, context, pipeline):
                     continue
                 for placement, (schedule, virtual), zero, recompute, sequence, expert in product(
                     layout_space.orders(use, limits) if pipeline > 1 else [use.counts],
@@ -140,6 +140,7 @@ def drawn(seed: int, batches: tuple[int, ...] = (4, 8)) -> tuple[Space, str]:
         {"between": ["*", "*"], "GBps": draw.choice([0.5, 12.5, 100.0]), "transport": draw.choice(["rdma", "tcp"])}
     ]
     machines = Cluster.model_validate({"nodes": nodes, "gpus": gpus, "links": links})
-    software = MEGATRON if not has_experts and draw.random() < 0.15 else STEELYARD
+    is_other = not has_experts and draw.random() < 0.4
+    software = draw.choice([MEGATRON, DEEPSPEED, TORCHTITAN]) if is_other else STEELYARD
     limits = SearchLimits(micro_batch=2, virtual=2, contexts=(1, 2))
-    return Space(recipe, machines, layout_space.restricted(limits, software), software), objective
+    return Space(recipe, machines, program_limits.restricted(limits, software), software), objective

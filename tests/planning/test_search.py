@@ -57,7 +57,7 @@ def test_the_random_spaces_contain_every_option():
     assert {layout.recompute for layout in layouts} == {"none", "selective", "full"}
     assert all(max(getattr(each, axis) for each in layouts) > 1 for axis in ("tensor", "context", "pipeline", "expert"))
     assert {objective for _, objective in spaces} == {"time", "cost", "energy", "pareto"}
-    assert {space.software.name for space, _ in spaces} == {"steelyard", "megatron"}
+    assert {space.software.name for space, _ in spaces} == {"steelyard", "megatron", "megatron-deepspeed", "torchtitan"}
 
 
 def test_nothing_better_is_missed_where_the_first_guess_of_a_partition_ranks_wrongly():
