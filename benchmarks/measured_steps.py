@@ -52,7 +52,7 @@ class Case:
             layouts = [replace(staged.at(rank, self.recipe), sequence_parallel=self.layout.sequence_parallel)
                        for rank in range(self.layout.pipeline)]  # fmt: skip
         ranks = [memory_fit.memories_of(predictor, each, [rank])[0].total for rank, each in enumerate(layouts)]
-        return max(ranks) + (memory_fit.outside_pytorch(self.cluster) if self.device else 0)
+        return memory_fit.of_process(max(ranks), self.cluster) if self.device else max(ranks)
 
     def predicted(self) -> float:
         """Predicted seconds."""
