@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from measured_steps import Case
+from measured_case import Case
 
 
 def gpus(case: Case) -> str:

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import numpy as np
 from case_groups import GROUPS, error
-from measured_steps import Case, cases
+from measured_case import Case
+from measured_steps import cases
 
 from steelyard.planning import memory_fit, torchtitan_memory
 from steelyard.sizes.gpu_catalogue import GIB

@@ -17,7 +17,8 @@ from pathlib import Path
 
 import numpy as np
 from case_groups import regret, spearman
-from measured_steps import Case, cases, fasops_cluster
+from measured_case import Case
+from measured_steps import cases, fasops_cluster
 
 from steelyard.planning import memory_fit
 from steelyard.planning.predict import Predictor

@@ -22,7 +22,8 @@ from pathlib import Path
 import memory_calibration
 import numpy as np
 from case_groups import GROUPS, error, regret, spearman
-from measured_steps import Case, cases
+from measured_case import Case
+from measured_steps import cases
 from scipy.optimize import least_squares
 
 from steelyard.planning import cluster, communication, compute
