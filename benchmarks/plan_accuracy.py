@@ -16,7 +16,9 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from measured_steps import Case, cases, fasops_cluster
+from case_groups import regret, spearman
+from measured_case import Case
+from measured_steps import cases, fasops_cluster
 
 from steelyard.planning import memory_fit
 from steelyard.planning.predict import Predictor
@@ -29,12 +31,6 @@ BARS = {
     "korthikanti": 3.65,
     "FASOP example": 9.8,
 }
-
-
-def spearman(one: np.ndarray, other: np.ndarray) -> float:
-    """Correlation of ranks."""
-    ranks = [np.argsort(np.argsort(each)) for each in (one, other)]
-    return float(np.corrcoef(*ranks)[0, 1]) if len(one) > 2 else float("nan")
 
 
 def memory(found: list[Case], details: bool) -> None:
@@ -72,14 +68,10 @@ def main() -> None:
         measured = np.array([case.measured for case, _ in found])
         predicted = np.array([seconds for _, seconds in found])
         error = 100 * np.abs(predicted / measured - 1).mean()
-        groups: dict[str, list[int]] = {}
-        for number, (case, _) in enumerate(found):
-            groups.setdefault(case.group, []).append(number)
-        regret = [measured[members[np.argmin(predicted[members])]] / measured[members].min() - 1
-                  for members in groups.values() if len(members) > 1]  # fmt: skip
+        lost = regret([case.group for case, _ in found], predicted, measured)
         print(f"{name:16} {len(found):5} {error:6.2f}% {BARS.get(name, float('nan')):8.2f}% "
               f"{100 * (predicted / measured - 1).mean():+6.1f}% {spearman(predicted, measured):6.3f} "
-              f"{100 * np.mean(regret) if regret else 0.0:6.2f}%")  # fmt: skip
+              f"{100 * lost:6.2f}%")  # fmt: skip
         for case, seconds in found if details else ():
             print(
                 f"    {seconds:9.4f} s for {case.measured:9.4f} s  {100 * (seconds / case.measured - 1):+6.1f}%  "

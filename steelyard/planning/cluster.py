@@ -53,7 +53,7 @@ from steelyard.planning.evidence import Evidence
 from steelyard.sizes.gpu_catalogue import CATALOGUE, Gpu, by_name
 
 NETWORK_GBPS = 1.25  # 10 Gbit/s Ethernet: the default where no link is given
-LATENCY_US = {"nvlink": 19.0, "pcie": 5.0, "rdma": 5.0, "tcp": 50.0}  # default latency of a message
+LATENCY_US = {"nvlink": 18.9, "pcie": 5.0, "rdma": 5.0, "tcp": 50.0}  # default latency of a message
 ROOT_PORTS = 2  # x16 links from the GPUs of a node to its processors, one per socket
 INTRA_GBPS = 16.0  # PCI Express 3.0 x16: the default of a GPU whose link is not known
 # Defaults of a node: one socket with six channels of DDR4-2933, and PCI Express 3.0 x16.

@@ -14,8 +14,8 @@ from steelyard.planning.cluster import Cluster, Wire
 from steelyard.planning.layout import Seat
 
 # Share of a link's bandwidth that large messages reach. Sockets copy through the hosts' memory and kernels.
-REACHED = {"nvlink": 0.72, "pcie": 0.75, "rdma": 0.93, "tcp": 0.335}
-BASE_LATENCY = 15e-6  # of every collective
+REACHED = {"nvlink": 0.75, "pcie": 0.785, "rdma": 0.943, "tcp": 0.345}
+BASE_LATENCY = 9.2e-6  # of every collective
 FREE = 1e14  # Bytes per second from which a link costs nothing: `measured_ranks` predicts compute alone.
 
 

@@ -3,7 +3,8 @@
 A matrix product is split into tiles, which the streaming multiprocessors process in waves. A partial last wave costs as
 much as a full one, so small products reach a smaller share of the peak. Everything else is bound by memory bandwidth.
 The host launches every kernel: a layer whose kernels finish faster than the host launches them takes as long as the
-host. `TILES`, `RAMP`, `BATCHED_SHARE` and `OVERLAP` are the only fitted constants in this file.
+host. `RAMP`, `BATCHED_SHARE` and `OVERLAP` are the only fitted constants in this file. docs/plan.md has a table of all
+constants.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from steelyard.planning.software import Software
 from steelyard.sizes.activations import FP32, working_bytes
 from steelyard.sizes.gpu_catalogue import Gpu
 
-# Rows and columns of a tile, and the share of the sustained rate that it reaches: small tiles load more per FLOP.
+# Rows and columns of a tile, as cuBLAS has them, and the share of the sustained rate that it reaches (estimates): small
+# tiles load more per FLOP.
 TILES = ((256, 128, 1.0), (128, 128, 0.95), (128, 64, 0.8), (64, 64, 0.65))
 RAMP = 70  # The prologue and epilogue of a tile cost as much as this many steps of the inner dimension.
 MEMORY_SHARE = 0.9  # share of the data sheet's bandwidth that kernels reach: copies on the H200, 4.3 of 4.8 TB/s
@@ -27,7 +29,7 @@ MEMORY_SHARE = 0.9  # share of the data sheet's bandwidth that kernels reach: co
 # with heads of 64 and 128 and 1,024 to 16,384 tokens, within 7% (arXiv 2407.08608, figure 5: 288 to 388 and 410 to 539
 # TFLOP/s). Wider heads are no faster: 422 TFLOP/s with 256 on an H200.
 FLASH_PEAK, EXPONENTIALS, FLASH_TOKENS, FLASH_WIDEST = 0.8, 23.4e9, 350, 128
-BATCHED_SHARE = 0.55  # the same for the batched products of attention that writes its scores to memory
+BATCHED_SHARE = 0.54  # the same for the batched products of attention that writes its scores to memory
 # Share of `sustained` that products of other inputs reach, published for the H200: 1453 of 1979 TFLOP/s in fp8
 # (ml-engineering, as in the catalogue), and in TF32 about four fifths, because a value has twice the bytes.
 NARROW, TF32 = 0.92, 0.8
@@ -35,6 +37,9 @@ NARROW, TF32 = 0.92, 0.8
 # to gather tokens, to bring outputs into the order of tokens, to weight and sum them; and to sort received slots.
 SLOT_PASSES, EXCHANGE_PASSES = 8, 4
 EXPERT_KERNELS = 30  # of routing, sorting and statistics in a forward pass, counted there too
+EMBEDDING_KERNELS, HEAD_KERNELS = 8, 20  # of one pass: lookup, positions, dropout; norm, logits and loss
+EMBEDDING_PASSES = 6  # reads and writes of the stream in the forward pass of the embedding
+FLASH_BACKWARD = 2.5  # times the forward FLOPs: the scores are recomputed, then four products
 LOSS_CHUNK = 1 << 31  # bytes of logits that the fused loss computes at once, in model/loss.py
 PLAIN_LOGIT_BYTES = 44.0  # of model/loss.py: cast 6, largest 4, difference 8, exponential 8, sum 4, gradient 14
 OVERLAP = 4.2  # Host and GPU overlap with some waiting: their time is the p-norm of both with this p.
@@ -214,7 +219,7 @@ def _attention(work: Work, dims: LayerDims, tokens: int) -> tuple[float, float]:
     if not work.software.scores:
         flops = 2 * 2 * tokens * dims.sequence * heads * dims.head_dim / 2  # causal: half of the scores
         forward = flops / _flash_rate(work, dims)
-        return forward, 2.5 * forward  # The scores are recomputed, then four products.
+        return forward, FLASH_BACKWARD * forward
     batch = work.micro_batch * heads
     one = product(work, rows, dims.sequence, dims.head_dim, batch, BATCHED_SHARE)
     two = product(work, rows, dims.head_dim, dims.sequence, batch, BATCHED_SHARE)
@@ -253,8 +258,8 @@ def _softmax_is_one(work: Work, dims: LayerDims) -> bool:
 def embedding(work: Work, dims: LayerDims) -> Pass:
     """The embedding lookup, and the scatter-add of its gradients."""
     tokens = work.micro_batch * dims.sequence // work.context
-    forward = 6 * work.each * tokens * dims.hidden / work.bandwidth
-    host = 8 * work.software.launch
+    forward = EMBEDDING_PASSES * work.each * tokens * dims.hidden / work.bandwidth
+    host = EMBEDDING_KERNELS * work.software.launch
     return Pass(forward, 2 * forward, host, host, 0.0, 0.0)
 
 
@@ -268,7 +273,7 @@ def head(work: Work, dims: LayerDims) -> Pass:
     is_plain = work.software.fused_head and work.tensor > 1
     bytes_ = PLAIN_LOGIT_BYTES if is_plain else work.software.logit_bytes
     moved = tokens * rows * bytes_ * work.each / 2 / work.bandwidth
-    host = 20 * work.software.launch
+    host = HEAD_KERNELS * work.software.launch
     if work.software.fused_head:
         # The gradient of the weights is summed in fp32 over chunks, and scaled.
         chunks = -(-tokens * rows * work.each // LOSS_CHUNK)

@@ -20,9 +20,9 @@ from steelyard.planning.software import TORCHTITAN
 from steelyard.sizes.gpu_catalogue import GIB
 from steelyard.sizes.memory import RESERVED, Memory
 
-# Of a process, beside PyTorch's memory: the context, loaded kernels, and NCCL's buffers, which are larger with NVLink's
-# many channels (fitted).
-OUTSIDE_GIB = {"nvlink": 4.65, "pcie": 2.65, "rdma": 2.65, "tcp": 2.65}
+# Of a process, beside what PyTorch's allocator reserves: the context, loaded kernels, and NCCL's buffers, which are
+# larger with NVLink's many channels (fitted).
+OUTSIDE_GIB = {"nvlink": 4.2, "pcie": 2.4, "rdma": 2.4, "tcp": 2.4}
 
 
 @dataclass(frozen=True)
@@ -114,9 +114,10 @@ def usable(memory: int) -> int:
     return memory - min(RESERVED, memory // 8)
 
 
-def outside_pytorch(cluster: Cluster) -> int:
-    """Bytes that the driver counts for a process in addition to PyTorch's memory."""
-    return int(max(OUTSIDE_GIB[cluster.inside(nodes).transport] for nodes in cluster.nodes) * GIB)
+def of_process(tensors: int, cluster: Cluster) -> int:
+    """Bytes that the driver counts for a process whose tensors have this size: gaps, and what is outside PyTorch."""
+    outside = max(OUTSIDE_GIB[cluster.inside(nodes).transport] for nodes in cluster.nodes)
+    return int(tensors * (1 + torchtitan_memory.FRAGMENTATION) + outside * GIB)
 
 
 def lacking(found: list[Room]) -> int:

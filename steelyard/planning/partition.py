@@ -186,7 +186,7 @@ def starts(
     Several partitions minimize the slowest stage: balanced, or filled from the first stage or from the last one. If a
     stage is the slowest because of the embedding or head alone, the other stages are also minimized. In addition, the
     exact minimum of (rounds - 1) x slowest stage + sum of all stages, the objective of published pipeline planners,
-    with equally fast stages filled one after the other or evenly.
+    with equally fast stages filled one after the other, or evenly with more on the last or on the first of them.
     """
     even = balanced(each, extra, layers, limits)
     if not even:
@@ -221,13 +221,18 @@ def _shortest(
         seconds = (rounds - 1) * bound + sum(map(mul, filled, each))
         if seconds < least:
             least, counts, rooms = seconds, filled, room
-    return [counts, _evened(each, extra, counts, rooms)]
+    return [counts, *(_evened(each, extra, counts, rooms, order) for order in (stages, stages[::-1]))]
 
 
-def _evened(each: Sequence[float], extra: Sequence[float], counts: list[int], rooms: list[int]) -> list[int]:
-    """The same partition with the layers of the slowest non-empty stages balanced among all stages of that speed."""
+def _evened(
+    each: Sequence[float], extra: Sequence[float], counts: list[int], rooms: list[int], order: Sequence[int]
+) -> list[int]:
+    """The same partition with the layers of the slowest non-empty stages balanced among all stages of that speed.
+
+    If they cannot be equal, those at the end of the order get more.
+    """
     slowest = max(one for one, count in zip(each, counts, strict=True) if count)
-    alike = [stage for stage in range(len(each)) if each[stage] == slowest]
+    alike = [stage for stage in order if each[stage] == slowest]
     layers = sum(counts[stage] for stage in alike)
     again = balanced(
         [slowest] * len(alike), [extra[stage] for stage in alike], layers, [rooms[stage] for stage in alike]

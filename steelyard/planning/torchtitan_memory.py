@@ -29,7 +29,7 @@ WORKING = 2  # bytes of a weight that FSDP gathers
 # Bytes per logit: in 16 bits, in fp32, its softmax and, in the backward pass, two gradients, of which one reuses the
 # memory of the fp32 logits. The 16-bit block is too small to be reused.
 LOGIT_BYTES = WORKING + 3 * FP32
-FRAGMENTATION = 0.08  # share of the tensors' memory that the allocator reserves in addition (fitted)
+FRAGMENTATION = 0.08  # share of the tensors' memory that PyTorch's allocator reserves in addition (fitted)
 
 
 def memories(recipe: Recipe, layout: Layout, micro_batches: int, ranks: Sequence[int]) -> list[Memory]:

@@ -153,13 +153,6 @@ def test_recomputing_adds_a_forward_pass_and_here_leaves_its_last_product_out():
         assert least < again / plain < most
 
 
-def test_fasops_clusters_own_job_is_predicted_better_than_fasop_did():
-    # 8 nodes of 4 A10: measured 1.402 s, FASOP's prediction 1.539 s.
-    machines = cluster(("a10", 8, 4))
-    chosen = layout([("a10", 8)], (0, 11, 8, 8, 8, 8, 5, 0), data=4)
-    assert Predictor(gpt2_xl(), machines, MEGATRON).seconds(chosen) == pytest.approx(1.402, rel=0.09)
-
-
 meshes = st.sampled_from(
     [
         {"tensor": 1, "pipeline": 4, "data": 4}, {"tensor": 2, "pipeline": 2, "data": 4},

@@ -189,6 +189,11 @@ def behind(machines, every):
     return tried, binding, ahead
 
 
+def test_equally_fast_stages_start_with_more_layers_on_the_last_and_on_the_first_of_them():
+    found = partition.starts([1.0] * 5 + [0.5], [0.0] * 6, 11, 8)
+    assert {(1, 1, 1, 2, 2, 4), (2, 2, 1, 1, 1, 4)} <= set(found)
+
+
 @pytest.mark.parametrize("machines", [fasops_cluster, small_cluster])
 def test_the_partition_is_as_good_as_dynamic_programming_on_a_sample_of_fasops_candidates(machines):
     tried, _, ahead = behind(machines(), 61)

@@ -1,3 +1,5 @@
+import re
+
 import pytest
 
 from steelyard.sizes.gpu_catalogue import ALIASES, CATALOGUE, by_device_name, by_name
@@ -53,3 +55,16 @@ def test_every_line_has_a_source_and_plausible_numbers():
             assert 8 <= gpu.memory_gib <= 200
             assert gpu.fp32 < gpu.fp16
             assert gpu.fp8 is None or gpu.fp8 == pytest.approx(2 * gpu.bf16, rel=0.01)
+
+
+def test_a_share_is_that_of_its_source():
+    checked = 0
+    for gpu in CATALOGUE:
+        _, details = gpu.evidence
+        found = re.match(r"([\d.]+) of ([\d.]+) TFLOP/s", details)
+        if found:
+            assert gpu.sustained == pytest.approx(min(1.0, float(found[1]) / float(found[2])), abs=0.007), gpu.name
+            checked += 1
+        else:
+            assert gpu.evidence[0] != "published", gpu.name
+    assert checked >= 17
