@@ -114,7 +114,7 @@ def test_parts_and_tasks_are_found_by_the_mark_of_their_job(tmp_path: Path, monk
     lines = ["12+0 x.sh a-1", "12+1 x.sh a-1", "13_0 y.sh b-1", "13_1 y.sh b-1", "9 x.sh a-1"]
     text = "\n".join(line.partition(" ")[0].ljust(40) + line.partition(" ")[2] for line in lines)
     assert slurm_queue.marked(text) == {"a-1": "12", "b-1": "13"}
-    monkeypatch.setattr(slurm_queue, "ask", lambda command: (text, ""))
+    monkeypatch.setattr(slurm_queue, "output_of", lambda command: text)
     launch_record.write(tmp_path, Launch("slurm", "x", [], [], 1, 1, marks=["b-1_1"]))
     assert launch_record.launched(tmp_path).jobs == ["13_1"]
 
