@@ -10,19 +10,19 @@ from steelyard.core.recipe import load_recipe, to_toml
 from steelyard.sizes.memory import memory_of
 from steelyard.sizes.param_count import parameters
 from steelyard.training.dry_run import dry_run
-from steelyard.tune.scaled_recipe import ScaleRequest, batch_tokens, learning_rate, scaled, shape
+from steelyard.tune.scaled_recipe import ScaleRequest, batch_tokens, choose_config, learning_rate, scaled
 
 
 @pytest.mark.parametrize("wanted", [20e6, 60e6, 124e6, 350e6, 1e9, 3e9, 7e9, 13e9, 70e9])
 def test_a_model_has_the_parameters_that_were_asked_for_and_a_usual_shape(wanted):
-    model = shape(int(wanted), 50257)
+    model = choose_config(int(wanted), 50257)
     assert parameters(model).total == pytest.approx(wanted, rel=0.03)
     assert model.hidden % model.heads == 0
     assert 30 < model.hidden / model.layers < 200
 
 
 def test_the_shape_of_gpt2_small_is_found():
-    model = shape(124_000_000, 50257)
+    model = choose_config(124_000_000, 50257)
     assert (model.layers, model.hidden, model.heads) == (12, 768, 12)
 
 
