@@ -89,6 +89,8 @@ class _StageTimes:
             busy = busy + totals[:, part : part + pipeline]
         busy = busy * step.table.micro_batches
         busy[:, 1:] += hops.cumsum(axis=1)
+        if step.receive:
+            busy[:, 1:] -= step.receive[: pipeline - 1]
         slowest: np.ndarray = busy.max(axis=1) + step.table.overhead
         return slowest
 

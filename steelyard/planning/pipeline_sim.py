@@ -233,9 +233,9 @@ def at_least(
 
     `passes` has the forward pass, the backward pass and the weight gradients of each stage. Exact for gpipe and 1f1b if
     all stages are equal and sends take no time. If weight gradients are delayed, other ranks do not wait for the last
-    work of a rank.
+    work of a rank. A rank's first receive is part of the path to it.
     """
-    blocked = (0.0, *receive, 0.0)
+    blocked = (0.0, *receive, 0.0) if receive else (0.0,) * (len(passes) + 1)
     there = best = 0.0
     late = passes[0][2] > 0 or passes[-1][2] > 0 or any(weights for _, _, weights in passes)
     totals = [forward + backward + weights for forward, backward, weights in passes]
@@ -243,8 +243,9 @@ def at_least(
         totals = [total + blocked[stage] + blocked[stage + 1] for stage, total in enumerate(totals)]
     for rank in range(pipeline):
         busy = totals[rank] if pipeline == len(totals) else sum(totals[rank::pipeline])
-        if there + micro_batches * busy > best:
-            best = there + micro_batches * busy
+        path = there + micro_batches * busy - blocked[rank]
+        if path > best:
+            best = path
         if rank < len(send):
             forward, backward, _ = passes[rank]
             there += forward + send[rank] + (0.0 if late else backward + send[rank])

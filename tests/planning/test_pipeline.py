@@ -104,6 +104,8 @@ def test_any_pipeline_is_timed_as_another_simulation_times_it(case):
     assert table.makespan == pytest.approx(relaxed(*case))
     passes = list(zip(given_times.forward, given_times.backward, given_times.weights, strict=True))
     assert table.makespan >= at_least(passes, given_times.send, (), pipeline, micro_batches) * (1 - 1e-12)
+    blocked = simulate(given_times._replace(receive=given_times.send), schedule, pipeline, virtual, micro_batches)
+    assert blocked.makespan >= at_least(passes, *[given_times.send] * 2, pipeline, micro_batches) * (1 - 1e-12)
     drawn = events(given_times, schedule, pipeline, virtual, micro_batches)
     assert max(end for *_, end in drawn) == table.makespan
 

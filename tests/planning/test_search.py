@@ -18,7 +18,7 @@ from steelyard.planning.layout_space import SearchLimits, Use
 from steelyard.planning.plan_report import PlanRequest, as_text, shown
 from steelyard.planning.predict import Predictor
 from steelyard.planning.search import given as predicted
-from steelyard.planning.search import search
+from steelyard.planning.search import MANY_PARTITIONS, search
 from steelyard.planning.software import EAGER, MEGATRON, STEELYARD, as_run
 from steelyard.sizes.rank_check import data_ranks
 from tests.planning.exhaustive_search import Space, compositions, drawn
@@ -28,9 +28,9 @@ SEEDS = 24  # random spaces of the fast tests
 
 
 def found_and_best(space, objective):
-    """What the search finds, and what an exhaustive search finds, as (seconds, value)."""
+    """What a complete search finds, and what an exhaustive search finds, as (seconds, value)."""
     found = search(space.recipe, space.machines, objective, 1, space.limits, space.software)
-    assert found.complete
+    assert found.complete, found.incomplete
     of = "cost" if objective == "pareto" else objective
     return [(plan.seconds, plan.value(of)) for plan in found.plans], space.best(objective)
 
@@ -41,12 +41,19 @@ def test_the_search_finds_what_an_exhaustive_search_finds(seed):
     assert found == [pytest.approx(point, rel=1e-9) for point in best]
 
 
+TOO_LARGE = {12, 48}  # random spaces of many passes in which not all partitions are compared
+
+
 @pytest.mark.parametrize("seed", [*range(8), *(pytest.param(n, marks=pytest.mark.slow) for n in range(8, 60))])
 def test_the_same_for_steps_of_many_passes(seed):
     space, objective = drawn(seed, batches=(32, 64))
     assert any(each.pipeline * 2 * space.recipe.train.global_batch > QUICK for each in space.everything())
-    found, best = found_and_best(space, objective)
-    assert found == [pytest.approx(point, rel=1e-9) for point in best]
+    if seed in TOO_LARGE:
+        found = search(space.recipe, space.machines, objective, 1, space.limits, space.software)
+        assert found.incomplete == MANY_PARTITIONS
+    else:
+        found, best = found_and_best(space, objective)
+        assert found == [pytest.approx(point, rel=1e-9) for point in best]
 
 
 def test_the_random_spaces_contain_every_option():
