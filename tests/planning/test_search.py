@@ -17,8 +17,8 @@ from steelyard.planning.layout import Layout
 from steelyard.planning.layout_space import SearchLimits, Use
 from steelyard.planning.plan_report import PlanRequest, as_text, shown
 from steelyard.planning.predict import Predictor
-from steelyard.planning.search import given as predicted
 from steelyard.planning.search import MANY_PARTITIONS, search
+from steelyard.planning.search import given as predicted
 from steelyard.planning.software import EAGER, MEGATRON, STEELYARD, as_run
 from steelyard.sizes.rank_check import data_ranks
 from tests.planning.exhaustive_search import Space, compositions, drawn
