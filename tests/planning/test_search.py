@@ -35,16 +35,16 @@ def found_and_best(space, objective):
     return [(plan.seconds, plan.value(of)) for plan in found.plans], space.best(objective)
 
 
-@pytest.mark.parametrize("seed", [*range(SEEDS), *(pytest.param(n, marks=pytest.mark.slow) for n in range(SEEDS, 300))])
+@pytest.mark.parametrize("seed", [*range(SEEDS), *(pytest.param(n, marks=pytest.mark.slow) for n in range(SEEDS, 72))])
 def test_the_search_finds_what_an_exhaustive_search_finds(seed):
     found, best = found_and_best(*drawn(seed))
     assert found == [pytest.approx(point, rel=1e-9) for point in best]
 
 
-TOO_LARGE = {12, 48}  # random spaces of many passes in which not all partitions are compared
+TOO_LARGE = {12}  # random spaces of many passes in which not all partitions are compared
 
 
-@pytest.mark.parametrize("seed", [*range(8), *(pytest.param(n, marks=pytest.mark.slow) for n in range(8, 60))])
+@pytest.mark.parametrize("seed", [*range(8), *(pytest.param(n, marks=pytest.mark.slow) for n in range(8, 20))])
 def test_the_same_for_steps_of_many_passes(seed):
     space, objective = drawn(seed, batches=(32, 64))
     assert any(each.pipeline * 2 * space.recipe.train.global_batch > QUICK for each in space.everything())
