@@ -71,8 +71,9 @@ def test_a_layer_whose_first_round_does_not_fit_into_the_time_is_not_begun(recip
 
 
 def test_processes_that_time_a_link_for_too_long_are_ended():
+    before = set(multiprocessing.active_children())
     assert bandwidth_probe.measure(torch.device("cpu"), 0.3) is None
-    assert not multiprocessing.active_children()
+    assert set(multiprocessing.active_children()) <= before
 
 
 def test_measurements_show_their_progress_and_the_time_left(recipe, capsys, monkeypatch):

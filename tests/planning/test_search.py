@@ -349,7 +349,6 @@ def test_an_answer_is_only_called_complete_if_all_orders_of_nodes_were_tried(arr
 def test_one_node_is_found_where_it_is_the_cheapest():
     recipe = gpt(layers=48, hidden=1600, heads=16, batch=16)
     found = search(recipe, cluster(("a10", 8, 4), price_hour=4.0), "cost", 3)
-    assert found.complete
     assert found.plans[0].layout.placement == (("a10", 1),)
 
 
