@@ -178,7 +178,7 @@ def prefill(sizes: Sizes, options: argparse.Namespace) -> None:
     for outputs, inputs in sizes.prefill:
         whole = pruned(outputs, inputs)
         compressed = packed(*compress(whole))
-        form = sparse_linear._cusparselt_form(compressed) if DEVICE.type == "cuda" else None
+        form = sparse_linear._cusparselt_compressed(compressed) if DEVICE.type == "cuda" else None
         if form is not None:
             shares = torch.equal(form.flatten()[: compressed.values.numel()], compressed.values.flatten())
             print(f"cuSPARSELt's form begins with our values: {shares}", flush=True)
