@@ -24,7 +24,7 @@ from steelyard.sizes.rank_check import data_ranks
 from tests.planning.exhaustive_search import Space, compositions, drawn
 from tests.planning.machines import FASOP, cluster, fasops_cluster, gpt, gpt2_xl
 
-SEEDS = 24  # random spaces of the fast tests
+SEEDS, FAST = 72, 8  # random spaces, and how many of them the fast tests have
 
 
 def found_and_best(space, objective):
@@ -35,7 +35,7 @@ def found_and_best(space, objective):
     return [(plan.seconds, plan.value(of)) for plan in found.plans], space.best(objective)
 
 
-@pytest.mark.parametrize("seed", [*range(SEEDS), *(pytest.param(n, marks=pytest.mark.slow) for n in range(SEEDS, 72))])
+@pytest.mark.parametrize("seed", [*range(FAST), *(pytest.param(n, marks=pytest.mark.slow) for n in range(FAST, SEEDS))])
 def test_the_search_finds_what_an_exhaustive_search_finds(seed):
     found, best = found_and_best(*drawn(seed))
     assert found == [pytest.approx(point, rel=1e-9) for point in best]
@@ -44,7 +44,7 @@ def test_the_search_finds_what_an_exhaustive_search_finds(seed):
 TOO_LARGE = {12}  # random spaces of many passes in which not all partitions are compared
 
 
-@pytest.mark.parametrize("seed", [*range(8), *(pytest.param(n, marks=pytest.mark.slow) for n in range(8, 20))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 20))])
 def test_the_same_for_steps_of_many_passes(seed):
     space, objective = drawn(seed, batches=(32, 64))
     assert any(each.pipeline * 2 * space.recipe.train.global_batch > QUICK for each in space.everything())
@@ -57,7 +57,7 @@ def test_the_same_for_steps_of_many_passes(seed):
 
 
 def test_the_random_spaces_contain_every_option():
-    spaces = [drawn(seed) for seed in range(SEEDS)]
+    spaces = [drawn(seed) for seed in range(24)]
     layouts = [layout for space, _ in spaces for layout in space.everything()]
     assert {layout.schedule for layout in layouts} == {"1f1b", "gpipe", "interleaved", "zero-bubble"}
     assert {layout.zero for layout in layouts} == {0, 1, 2, 3}
