@@ -54,7 +54,7 @@ def test_who_is_inside_dies_when_the_client_or_its_keeper_is_killed(tmp_path, ki
         keeper.wait()
 
 
-def test_it_ends_with_a_parent_that_was_killed_and_tells_nobody(tmp_path):
+def test_it_ends_with_a_parent_that_was_killed(tmp_path):
     words = site_environment.with_watchdog(["sh", "-c", "echo $PPID > keeper; exec sleep 30"], str(tmp_path))
     parent = subprocess.Popen(["sh", "-c", '"$@" & wait', "mpirun", *words], cwd=tmp_path)
     until(lambda: (tmp_path / "keeper").exists() and (tmp_path / "keeper").read_text().strip())
